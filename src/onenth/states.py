@@ -31,7 +31,7 @@ class ResidualState(StrEnum):
     LOCAL_GRADIENTS = "local_gradients"  # a unit's whole gradients of this rank, until they are exchanged (stages 2, 3)
     RECEIVE = "receive"  # slices that other ranks sent, until they are summed
     SUMS = "sums"  # the fp32 scratch of one sum
-    STEP = "step"  # the fp32 gradient of the segment that is being updated
+    STEP = "step_gradient"  # the fp32 gradient of the segment that is being updated
     BUFFERS = "buffers"  # module buffers
     OTHER = "other"
 

@@ -1,0 +1,1 @@
+"""The same training job on several systems, interleaved in one run: `python -m benchmarks --help`."""

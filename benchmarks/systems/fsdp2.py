@@ -1,0 +1,45 @@
+"""FSDP2: `fully_shard` on every block, the embedding, the norm with the head, and the root."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.jobs import ADAMW, Job
+from benchmarks.systems.base import Step, System
+
+
+def build(job: Job) -> Step:
+    """fp32 shards, bf16 gathers and computation, bf16 reduce-scatter; every unit but the last is released after forward."""
+    model = job.model(torch.float32)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+SYSTEMS = (
+    System(
+        name="fsdp2",
+        label="FSDP2",
+        build=build,
+        holds="fp32 parameters, gradients and moments /N",
+        setting="fully_shard by block, embedding, norm with head; param_dtype and reduce_dtype bf16; fused AdamW",
+    ),
+)

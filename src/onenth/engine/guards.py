@@ -1,0 +1,162 @@
+"""Guards: what would read or copy a released parameter by a side door gathers it, or raises and names the way out.
+
+Every module that holds sharded parameters gets a `_parameters` dict that sees attribute access, and a few methods on
+the instance that stand before PyTorch's own. `remove` takes all of it away again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from onenth.engine.engine import Engine
+from onenth.engine.machine import Activity
+from onenth.errors import ShardError
+
+_METHODS = ("_apply", "_save_to_state_dict", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
+
+
+class GuardedParameters(dict[str, nn.Parameter | None]):
+    """A module's `_parameters`: reading a released one by name gathers it inside the model's forward, else raises.
+
+    Iterating does not: shapes and dtypes of released parameters are true.
+    """
+
+    def __init__(self, engine: Engine, prefix: str, parameters: dict[str, Any], owner: dict[str, Activity]) -> None:
+        super().__init__(parameters)
+        self.engine, self.prefix, self.owner = engine, prefix, owner
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        activity = self.owner.get(name)
+        if activity is not None and not activity.is_whole and self.engine.partitions_parameters:
+            self.engine.read(activity, self.prefix + name)
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        if name in self.owner and value is not super().__getitem__(name):
+            raise ShardError(
+                f"parameter {self.prefix}{name} is sharded and cannot be replaced: write into it inside "
+                "`with onenth.gathered(module, modify=True):`, or replace it before onenth.shard"
+            )
+        super().__setitem__(name, value)
+
+    def released(self) -> list[str]:
+        """Names of the parameters that are not whole."""
+        if not self.engine.partitions_parameters:
+            return []
+        return [self.prefix + name for name, activity in self.owner.items() if not activity.is_whole]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        refuse_released(self, "copy.deepcopy")
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_released(self, "pickling")
+        return dict, (dict(self),)
+
+
+def refuse_released(parameters: GuardedParameters, what: str) -> None:
+    """Raise ShardError if `what` would see released parameters."""
+    if names := parameters.released():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ShardError(
+            f"{what} would see placeholders, not values: {', '.join(names[:3])}{more} are released. Use it inside "
+            "`with onenth.gathered(model):`; for whole weights call onenth.full_state_dict(model), for a plain model "
+            "onenth.unshard(model)"
+        )
+
+
+def install(engine: Engine) -> None:
+    """Guard every module that holds sharded parameters, and the model."""
+    owner = {
+        id(parameter): activity
+        for activity in engine.activities
+        for flat in activity.unit.flats
+        for parameter in flat.parameters.parameters
+    }
+    wrapped = {module for unit in engine.units for _, module in unit.modules}
+    for name, module in engine.model.named_modules():
+        held = {key: owner[id(p)] for key, p in module._parameters.items() if p is not None and id(p) in owner}
+        if not held and module not in wrapped:
+            continue
+        prefix = f"{name}." if name else ""
+        parameters = GuardedParameters(engine, prefix, module._parameters, held)
+        module.__dict__["_parameters"] = parameters
+        module.__dict__.update(_methods(module, parameters))
+
+
+def remove(model: nn.Module) -> None:
+    """Take the guards away."""
+    for module in model.modules():
+        if isinstance(module._parameters, GuardedParameters):
+            module.__dict__["_parameters"] = dict(module._parameters)
+            for name in _METHODS:
+                module.__dict__.pop(name, None)
+
+
+def _methods(module: nn.Module, parameters: GuardedParameters) -> dict[str, Callable[..., Any]]:
+    kind = type(module)
+
+    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in parameters.values():
+            if parameter is not None:
+                _refuse_change(parameter, fn)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = fn(buffer)
+        return module
+
+    def _save_to_state_dict(*args: Any, **kwargs: Any) -> None:
+        refuse_released(parameters, "state_dict()")
+        kind._save_to_state_dict(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(*args: Any, **kwargs: Any) -> None:
+        if parameters.owner:
+            _refuse_load(parameters)
+        kind._load_from_state_dict(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(memo: dict[int, Any]) -> nn.Module:
+        return plain_copy(module, memo)
+
+    def __reduce_ex__(protocol: Any) -> Any:
+        refuse_released(parameters, "pickling")
+        return plain_copy(module, {}).__reduce_ex__(protocol)
+
+    made = (_apply, _save_to_state_dict, _load_from_state_dict, __deepcopy__, __reduce_ex__)
+    return dict(zip(_METHODS, made, strict=True))
+
+
+def _refuse_load(parameters: GuardedParameters) -> NoReturn:
+    raise ShardError(
+        f"load_state_dict() of a part of a sharded model ({parameters.prefix.rstrip('.') or 'the model'}) would not reach "
+        "the master copy: call load_state_dict on the model that onenth.shard returned"
+    )
+
+
+def _refuse_change(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    probe = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    result = fn(probe)
+    if result.dtype != probe.dtype or result.device != probe.device or not torch.equal(result, probe):
+        raise ShardError(
+            f"a sharded model cannot be changed from {probe.dtype} on {probe.device} to {result.dtype} on "
+            f"{result.device}: call onenth.shard(..., precision=..., device=...), or onenth.unshard(model) first"
+        )
+
+
+def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy that is a plain module: nothing of onenth is copied."""
+    if isinstance(module._parameters, GuardedParameters):
+        refuse_released(module._parameters, "copy.deepcopy")
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    ours = {*_METHODS, *module.__dict__.get("_onenth_methods", ()), "_onenth", "_onenth_methods"}
+    state = {key: value for key, value in module.__dict__.items() if key not in ours}
+    copied.__dict__.update(copy.deepcopy(state, memo))
+    return copied

@@ -1,0 +1,63 @@
+"""The memory report: what the ledger holds, beside what the equations say it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from onenth import costs
+from onenth.breakdown import Breakdown
+from onenth.engine.engine import Engine
+from onenth.model_states.optimizer_states import Updater
+from onenth.model_states.unit import Flat
+from onenth.states import ModelState, ResidualState, Tier
+
+
+def report(engine: Engine, updater: Updater | None) -> Breakdown:
+    """Bytes that this rank holds now, by (state, tier), and the equations' figures for the model states."""
+    placement = costs.Placement(stage=engine.config.stage, ranks=engine.comm.size, rank=engine.comm.rank)
+    expected: Counter[tuple[str, Tier]] = Counter()
+    for flat in engine.flats():
+        sizes = _sizes(flat, updater)
+        backwards = 0 if flat.gradients is None else flat.gradients.backwards
+        unexchanged = flat.gradients is not None and flat.gradients.is_open
+        expected.update(
+            costs.model_state_bytes([describe(flat)], placement, sizes, backwards=backwards, unexchanged=unexchanged)
+        )
+    held = engine.ledger.held()
+    local = (str(ResidualState.LOCAL_GRADIENTS), Tier.DEVICE)  # held by `no_sync`: gradients, to the equations
+    if local in held:
+        key = (str(ModelState.GRADIENTS), Tier.DEVICE)
+        held[key] = held.get(key, 0) + held.pop(local)
+    from_master = engine.partitions_parameters and any(flat.parameters.shard is None for flat in engine.flats())
+    notes = {str(ModelState.PARAMETERS): "from the master"} if from_master else {}
+    return Breakdown(held, {key: count for key, count in expected.items() if count}, notes)
+
+
+def describe(flat: Flat) -> costs.FlatBuffer:
+    """A flat buffer as the equations see it."""
+    return costs.FlatBuffer(
+        flat.parameters.partition.numels,
+        parameter_itemsize=flat.kind.dtype.itemsize,
+        gradient_itemsize=flat.kind.dtype.itemsize if flat.gradients is None else flat.gradients.dtype.itemsize,
+        trainable=flat.kind.trainable,
+        updated=flat.kind.updated,
+    )
+
+
+def _sizes(flat: Flat, updater: Updater | None) -> costs.ItemSizes:
+    """Item sizes of this flat buffer, with the states that its optimizer has made so far."""
+    moments: dict[str, int] = {}
+    scalars: dict[str, int] = {}
+    states = flat.optimizer_states
+    pieces = [] if states is None or updater is None else [p for held in states.pieces.values() for p in held]
+    for piece in pieces:
+        for name, value in updater.inner.state.get(piece.tensor, {}).items() if updater is not None else ():
+            if isinstance(value, torch.Tensor) and value.shape == piece.tensor.shape:
+                moments[name] = value.itemsize
+            elif isinstance(value, torch.Tensor):
+                scalars[name] = value.nbytes
+    master = None if states is None or states.master is None else states.master.itemsize
+    sums = 4 if flat.gradients is None else flat.gradients.sums_dtype.itemsize
+    return costs.ItemSizes(sums=sums, master=master, moments=moments, scalars=scalars)

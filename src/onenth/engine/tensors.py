@@ -1,0 +1,52 @@
+"""Tensors inside what modules take and return: tuples, lists, dicts, dataclasses, cache objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, nn.Module)
+
+
+def find(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Every tensor reachable from `value`, each once: through containers, dataclasses and objects' attributes."""
+    seen = set() if seen is None else seen
+    if isinstance(value, _PLAIN) or callable(value) and not isinstance(value, torch.Tensor) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    inner: list[Any] = []
+    if isinstance(value, Mapping):
+        inner += list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner += list(value)
+    if is_dataclass(value):
+        inner += [getattr(value, entry.name, None) for entry in fields(value)]
+    elif hasattr(value, "__dict__"):
+        inner += list(vars(value).values())
+    for part in inner:
+        yield from find(part, seen)
+
+
+def replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with its tensors changed, through plain tuples, lists and dicts; what did not change is the same object.
+
+    Other objects (caches, say) are handed on as they are: callers rely on their identity.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = [replace(part, change) for part in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if type(value) is dict:
+        changed = {key: replace(part, change) for key, part in value.items()}
+        return changed if any(changed[key] is not value[key] for key in value) else value
+    return value

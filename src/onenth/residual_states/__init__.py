@@ -1,0 +1,1 @@
+"""The residual states: what a step needs in passing."""

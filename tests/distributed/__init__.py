@@ -1,0 +1,1 @@
+"""Tests on several ranks: real gloo processes from the one pool of `pool.py`."""
