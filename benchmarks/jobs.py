@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SEED = 0
 VOCABULARY = 8192
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,18 @@ class Job:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in LlamaForCausalLM(self.config).parameters())
 
+    @property
+    def block_parameters(self) -> int:
+        """Elements of one transformer block: four square projections, three of the MLP, two norms."""
+        return 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
     def model(self, dtype: torch.dtype) -> LlamaForCausalLM:
         """The model with the same weights for every system and rank, rounded to `dtype`."""
         torch.manual_seed(SEED)
         return LlamaForCausalLM(self.config).to(dtype).train()
 
     def tokens(self, rank: int) -> Tensor:
-        """This rank's batch, (batch, sequence) int64; every step trains on it again, so the loss falls fast."""
+        """This rank's batch, (batch, sequence) int64. Every step trains on it again: the loss falls fast."""
         generator = torch.Generator().manual_seed(SEED + 1 + rank)
         return torch.randint(VOCABULARY, (self.batch, self.sequence), generator=generator)
 

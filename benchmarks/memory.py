@@ -15,8 +15,8 @@ _STEP = "measured step"
 def peak_live_bytes(build: Callable[[], Callable[[], Any]], warmup: int) -> int:
     """The most bytes of CPU tensors alive at once during the step that follows `warmup` others.
 
-    The profiler runs from before `build` on, because it reports the release of a block only if it saw its allocation.
-    It sees every call of the allocator, so storages that are resized in place count too.
+    The profiler runs from before `build` on, because it reports the release of a block only if it saw the
+    allocation. It sees every call of the allocator, so storages that are resized in place count too.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step = build()

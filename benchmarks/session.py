@@ -16,7 +16,7 @@ TIMEOUT = 600.0  # seconds that a rank may take to answer
 _T = TypeVar("_T", int, Timing)
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """A system that was skipped or failed; says why."""
 
 
@@ -61,18 +61,18 @@ class Session:
         return self._answers(Timing)
 
     def _answers(self, kind: type[_T]) -> list[_T]:
-        """One answer of every rank, or Stopped by the first that is none."""
+        """One answer of every rank, or StoppedError by the first that is none."""
         answers: dict[int, _T] = {}
         while len(answers) < len(self._pipes):
             ready = wait([pipe for rank, pipe in enumerate(self._pipes) if rank not in answers], TIMEOUT)
             if not ready:
-                raise Stopped(f"failed: no answer in {TIMEOUT:.0f} s")
+                raise StoppedError(f"failed: no answer in {TIMEOUT:.0f} s")
             for pipe in cast(list[Connection], ready):
                 try:
                     answer = pipe.recv()
                 except EOFError:
                     answer = Failed("a rank died without an answer")
                 if isinstance(answer, Skipped | Failed):
-                    raise Stopped(str(answer))
+                    raise StoppedError(str(answer))
                 answers[self._pipes.index(pipe)] = answer
         return [answers[rank] for rank in range(len(self._pipes))]

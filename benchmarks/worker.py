@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.jobs import JOBS
 from benchmarks.memory import peak_live_bytes, peak_resident_bytes
@@ -99,7 +100,7 @@ def work(rank: int, task: Task, pipe: Connection, count_bytes: bool) -> None:
     torch.set_num_threads(1)
     try:
         importlib.import_module(SYSTEMS[task.system].module)
-        store = dist.FileStore(task.store, task.ranks)
+        store = FileStore(task.store, task.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=task.ranks)
         serve = _count_bytes if count_bytes else _time_steps
         serve(lambda: _build(task), pipe)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.jobs import Job
 
@@ -32,3 +32,8 @@ class System:
     setting: str
     module: str = "torch"
     trains: bool = True
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of predicting each of the (batch, sequence) tokens from those before it."""
+    return cast(Tensor, model(input_ids=tokens, labels=tokens).loss)

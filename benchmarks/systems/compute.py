@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.jobs import ADAMW, Job
-from benchmarks.systems.base import Step, System
+from benchmarks.systems.base import Step, System, loss_of
 
 
-def _own_slice(tensor: Tensor) -> Tensor:
+def _own_slice(tensor: Tensor | None) -> Tensor:
     """This rank's N-th of a tensor, as a flat view."""
+    assert tensor is not None, "every parameter has a gradient"
     return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
@@ -24,7 +25,7 @@ def build(job: Job) -> Step:
     optimizer = torch.optim.AdamW(masters, **ADAMW)
 
     def step(tokens: Tensor) -> Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(model, tokens)
         loss.backward()
         for master, parameter in zip(masters, parameters, strict=True):
             master.grad = _own_slice(parameter.grad).float()

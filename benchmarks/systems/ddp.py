@@ -12,15 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.jobs import ADAMW, Job
-from benchmarks.systems.base import Step, System
+from benchmarks.systems.base import Step, System, loss_of
 
 
 def _optimizer(model: nn.Module, sharded: bool) -> Optimizer:
     if not sharded:
         return AdamW(model.parameters(), **ADAMW)
-    return ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=AdamW, parameters_as_bucket_view=True, **ADAMW
-    )
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, parameters_as_bucket_view=True, **ADAMW)
 
 
 def build(job: Job, *, dtype: torch.dtype, sharded: bool) -> Step:
@@ -34,7 +32,7 @@ def build(job: Job, *, dtype: torch.dtype, sharded: bool) -> Step:
 
     def step(tokens: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -44,7 +42,7 @@ def build(job: Job, *, dtype: torch.dtype, sharded: bool) -> Step:
 
 
 _MIXED = "autocast to bf16, bf16_compress_hook, gradient_as_bucket_view, static_graph, fused AdamW"
-_PURE = "bf16 model, gradient_as_bucket_view, static_graph, fused AdamW on the bf16 parameters: no fp32 anywhere"
+_PURE = "bf16 model, gradient_as_bucket_view, static_graph, fused AdamW on bf16 parameters: nothing in fp32"
 _ZRO = "parameters_as_bucket_view"
 
 SYSTEMS = (

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.jobs import ADAMW, Job
-from benchmarks.systems.base import Step, System
+from benchmarks.systems.base import Step, System, loss_of
 
 
 def build(job: Job) -> Step:
-    """fp32 shards, bf16 gathers and computation, bf16 reduce-scatter; every unit but the last is released after forward."""
+    """fp32 shards; gathers, computation and reduce-scatter in bf16; head and root stay after forward."""
     model = job.model(torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -25,7 +25,7 @@ def build(job: Job) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(tokens: Tensor) -> Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -40,6 +40,6 @@ SYSTEMS = (
         label="FSDP2",
         build=build,
         holds="fp32 parameters, gradients and moments /N",
-        setting="fully_shard by block, embedding, norm with head; param_dtype and reduce_dtype bf16; fused AdamW",
+        setting="units: blocks, embedding, norm with head, root; param_dtype, reduce_dtype bf16; fused AdamW",
     ),
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from benchmarks.jobs import ADAMW, Job
-from benchmarks.systems.base import Step, System
+from benchmarks.systems.base import Step, System, loss_of
 
 
 def build(job: Job, *, stage: int) -> Step:
@@ -18,9 +18,10 @@ def build(job: Job, *, stage: int) -> Step:
 
     whole = job.model(torch.float32)
     model, optimizer = onenth.shard(whole, AdamW(whole.parameters(), **ADAMW), stage=stage, precision="bf16")
+    assert optimizer is not None, "shard returns an optimizer where it got one"
 
     def step(tokens: Tensor) -> Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = loss_of(model, tokens)
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

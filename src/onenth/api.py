@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,7 +22,8 @@ from onenth.engine.optimizer import ShardedOptimizer
 from onenth.engine.report import report
 from onenth.engine.sharding import shard as shard_in_place
 from onenth.errors import ShardError
-from onenth.world import init, local_device
+from onenth.world import init as join
+from onenth.world import local_device
 
 
 def shard(
@@ -50,16 +50,12 @@ def shard(
     Raises ConfigError listing every wrong setting, ShardError listing every obstacle.
     """
     resolved = Config.resolve(config, settings)
-    _join(group)
+    join(group)
     place = torch.device(device) if device is not None else local_device(group)
     comm = Communicator(group, place, resolved.timeout_delta)
     model, sharded = shard_in_place(model, optimizer, resolved, comm, init)
     _extend(model, engine_of(model))
     return model, sharded
-
-
-def _join(group: Any) -> None:
-    init(group)
 
 
 def _extend(model: nn.Module, engine: Engine) -> None:
@@ -86,10 +82,16 @@ def _put(model: nn.Module, **methods: Callable[..., Any]) -> None:
 
 
 def _generate(engine: Engine, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """transformers' generate: ranks that stop early must go on running forward while others gather."""
-    whole = all(activity.is_whole for activity in engine.activities)
-    kwargs.setdefault("synced_gpus", engine.comm.size > 1 and not whole)
-    return generate(*args, **kwargs)
+    """transformers' generate: ranks that stop early go on running forward while others gather.
+
+    transformers counts those that still run over the default group; in another group the model is gathered instead.
+    """
+    if engine.comm.size == 1 or all(activity.is_whole for activity in engine.activities):
+        return generate(*args, **kwargs)
+    if engine.comm.is_default:
+        return generate(*args, **{"synced_gpus": True, **kwargs})
+    with access.gathered(engine, engine.activities, modify=False):
+        return generate(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -109,8 +111,8 @@ def _load_state_dict(
     unknown = [name for name in state_dict if name not in names and name not in dict(engine.model.named_buffers())]
     if wrong or (strict and (missing or unknown)):
         raise ShardError(
-            f"load_state_dict: missing {missing}, unexpected {unknown}, of another shape: {'; '.join(wrong) or 'none'}. "
-            "It takes whole parameters on every rank, as onenth.full_state_dict gives them on rank 0"
+            f"load_state_dict: missing {missing}, unexpected {unknown}, of another shape: {'; '.join(wrong) or 'none'}"
+            ". It takes whole parameters on every rank, as onenth.full_state_dict gives them on rank 0"
         )
     values = {names[name]: value for name, value in given.items()}
     for activity in engine.activities:
@@ -140,6 +142,7 @@ def unshard(model: nn.Module) -> nn.Module:
         parameter.grad = None
         parameter.data = value
     del model.__dict__["_onenth"]
+    engine.closed = True
     return model
 
 
@@ -178,7 +181,7 @@ def _slots(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> tuple[E
     if isinstance(target, nn.Module):
         wanted = list(target.parameters())
     else:
-        wanted = [target] if isinstance(target, torch.Tensor) else list(target)
+        wanted = [target] if isinstance(target, nn.Parameter) else list(target)
     found = [(engine, engine.slots().get(parameter)) for parameter in wanted for engine in _engines(parameter)]
     slots = [slot for _, slot in found if slot is not None]
     if not found or len(slots) < sum(parameter.is_floating_point() for parameter in wanted):
@@ -257,6 +260,3 @@ def _state_items(model: nn.Module, *, trainable_only: bool) -> Iterable[tuple[st
 def memory_report(model: nn.Module, optimizer: ShardedOptimizer | None = None) -> Breakdown:
     """Bytes that this rank holds now, by (state, tier), beside what the equations say (`costs.py`)."""
     return report(engine_of(model), None if optimizer is None else optimizer.updater)
-
-
-__all__ = [name for name, value in globals().items() if isinstance(value, types.FunctionType) and name[0] != "_"]

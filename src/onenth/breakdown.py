@@ -87,9 +87,7 @@ class Breakdown:
     def differences(self) -> dict[Key, int]:
         """Bytes held beyond the equations, by key; empty if what has an equation equals it to the byte."""
         return {
-            key: self.held.get(key, 0) - count
-            for key, count in self.expected.items()
-            if self.held.get(key, 0) != count
+            key: self.held.get(key, 0) - count for key, count in self.expected.items() if self.held.get(key, 0) != count
         }
 
     def rows(self) -> list[Row]:

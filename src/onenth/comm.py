@@ -2,7 +2,7 @@
 
 Two paths move the same slices. Backends with good collectives (nccl) use them; gloo's are several times slower than
 point-to-point messages of the same slices, so on gloo each pair of ranks exchanges its slices directly. A tag made of
-(kind, unit, call) keeps a rank that went another way from swapping messages of equal size: it times out by name instead.
+(kind, unit, call) keeps a rank that went another way from swapping messages of equal size: it times out by name.
 
 Tensors (N ranks, L elements a shard):
 - flat: (N·L,), the caller's; a gather fills it, an exchange reads it. Untouchable until the transfer was waited for.
@@ -86,9 +86,7 @@ class Communicator:
     counters: elements that this rank sent, by kind ("gather", "exchange", "sums").
     """
 
-    def __init__(
-        self, group: Any, device: torch.device, timeout: timedelta, *, native: bool | None = None
-    ) -> None:
+    def __init__(self, group: Any, device: torch.device, timeout: timedelta, *, native: bool | None = None) -> None:
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -96,6 +94,7 @@ class Communicator:
         self.timeout = timeout
         self.simulated = dist.get_backend(self.group) == "fake"
         self.native = dist.get_backend(self.group) in NATIVE if native is None else native
+        self.is_default = self.group is dist.group.WORLD
         self.counters: Counter[str] = Counter()
         self._calls: Counter[tuple[str, int, int]] = Counter()
         self._peers = [rank for rank in range(self.size) if rank != self.rank]

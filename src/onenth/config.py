@@ -1,9 +1,10 @@
-"""What a user can set: Precision (the dtype contract), LossScale and Config. Frozen, keyword-only, checked as a whole."""
+"""What a user can set: Precision (the dtype contract), LossScale and Config. Frozen, keyword-only, checked."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,9 +16,7 @@ from torch import nn
 from onenth.errors import ConfigError
 from onenth.states import STAGES
 
-UnitRule: TypeAlias = (
-    "Literal['auto'] | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
-)
+UnitRule: TypeAlias = "Literal['auto'] | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]"
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -25,6 +24,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def _raise(where: str, wrong: Sequence[str]) -> None:
     if wrong:
         raise ConfigError(f"{where}: {'; '.join(wrong)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +129,12 @@ class LossScale:
     minimum: float = 1.0
 
     def __post_init__(self) -> None:
-        wrong = []
+        wrong = [
+            f"{name}={value!r}: a number is meant"
+            for name, value in vars(self).items()
+            if not _is_number(value) or not math.isfinite(value)
+        ]
+        _raise("LossScale", wrong)
         if not self.initial > 0 or not self.minimum > 0:
             wrong.append(f"initial={self.initial!r}, minimum={self.minimum!r}: positive numbers are meant")
         if not self.growth >= 1:
@@ -143,14 +155,6 @@ def _unknown(cls: type, settings: dict[str, Any]) -> list[str]:
         f"{name}: did you mean {close[0]}?" if close else f"{name}: no such setting (there are {', '.join(known)})"
         for name, close in guesses.items()
     ]
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _one_of(name: str, allowed: Sequence[Any], meant: str) -> Callable[[Any], str | None]:
@@ -211,10 +215,12 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     ),
     "timeout": _that(
         "timeout",
-        lambda v: (_is_number(v) and v > 0) or (isinstance(v, timedelta) and v > timedelta()),
+        lambda v: (_is_number(v) and 0 < v <= 10**8) or (isinstance(v, timedelta) and v > timedelta()),
         "a positive number of seconds or a timedelta",
     ),
-    "max_bytes": _that("max_bytes", lambda v: v is None or (_is_int(v) and v > 0), "a positive number of bytes or None"),
+    "max_bytes": _that(
+        "max_bytes", lambda v: v is None or (_is_int(v) and v > 0), "a positive number of bytes or None"
+    ),
 }
 
 
@@ -254,6 +260,7 @@ class Config:
     max_bytes: int | None = None
 
     def __new__(cls, **settings: Any) -> Config:
+        """Refuse unknown names before the dataclass does, with a guess at what was meant."""
         _raise("Config", _unknown(cls, settings))
         return super().__new__(cls)
 

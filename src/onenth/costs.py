@@ -10,7 +10,7 @@ half is the same for flat buffers as they are laid out, so that it equals what t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ class FlatBuffer:
     parameter_itemsize, gradient_itemsize: bytes of an element.
     trainable: they get gradients.
     updated: the optimizer holds them.
+    unused: numbers of parameters that no backward reached yet: the optimizer makes no states for them.
     """
 
     numels: tuple[int, ...]
@@ -87,6 +88,7 @@ class FlatBuffer:
     gradient_itemsize: int = 2
     trainable: bool = True
     updated: bool = True
+    unused: frozenset[int] = frozenset()
 
     @property
     def stepped(self) -> bool:
@@ -181,7 +183,7 @@ def optimizer_bytes(flat: FlatBuffer, at: Placement, sizes: ItemSizes) -> dict[s
         held[ModelState.MASTER] = at.copies(OPTIMIZER_STATES) * _shard_numel(flat, at) * sizes.master
     owners = [at.rank] if is_partitioned(OPTIMIZER_STATES, at.stage) else range(at.ranks)
     partition = Partition(flat.numels, at.ranks)
-    pieces = [piece for owner in owners for piece in partition.ranges(owner)]
+    pieces = [piece for owner in owners for piece in partition.ranges(owner) if piece.parameter not in flat.unused]
     numel = sum(piece.stop - piece.start for piece in pieces)
     held |= {name: numel * itemsize for name, itemsize in sizes.moments.items()}
     return held | {name: len(pieces) * itemsize for name, itemsize in sizes.scalars.items()}
@@ -202,9 +204,7 @@ def model_state_bytes(
     held: dict[str, int] = {ModelState.PARAMETERS: 0, ModelState.GRADIENTS: 0}
     for flat in flats:
         held[ModelState.PARAMETERS] += parameter_bytes(flat, at, sizes)
-        held[ModelState.GRADIENTS] += gradient_bytes(
-            flat, at, sizes, backwards=backwards, unexchanged=unexchanged
-        )
+        held[ModelState.GRADIENTS] += gradient_bytes(flat, at, sizes, backwards=backwards, unexchanged=unexchanged)
         for state, count in optimizer_bytes(flat, at, sizes).items():
             held[state] = held.get(state, 0) + count
     return {(str(state), Tier.DEVICE): count for state, count in held.items()}
@@ -236,46 +236,60 @@ def traffic(
 
 
 Unit = Sequence[FlatBuffer]
+SUM_CHUNK = 2**18  # elements summed at a time on a CPU (on an accelerator, 2**24)
 
 
 def backward_peak(units: Sequence[Unit], at: Placement, sizes: ItemSizes) -> dict[str, int]:
     """Bytes by state at the worst moment of a step's only backward, without activations and buffers.
 
-    units: the root first, then in forward order. While unit k fills its gradients, unit k - 1 is gathered
-    ahead, and unit k + 1 is exchanged and summed: the states, the root whole, two gathered units, the local
-    gradients being filled and those in flight, what other ranks sent, their sum, and the largest single
-    gradient on its way from autograd to its buffer.
+    units: the root first, then in forward order. Two moments of each unit k compete. While it computes: the
+    states, the root whole, unit k and unit k - 1 gathered, the local gradients that are being filled, those of
+    unit k + 1 in flight with what other ranks sent, and the largest single gradient on its way from autograd to
+    its buffer. When it is done: unit k is released and unit k + 1 is summed, which takes the shard of the sum
+    and the scratch that it is formed in.
     """
     last = len(units) - 1
-    moments = [_backward_items(units, at, sizes, position) for position in range(min(1, last), last + 1)]
+    positions = range(min(1, last), last + 1)
+    moments = [moment for k in positions for moment in _backward_moments(units, at, sizes, k)]
     return max(moments, key=lambda items: sum(items.values()))
 
 
-def _backward_items(units: Sequence[Unit], at: Placement, sizes: ItemSizes, filling: int) -> dict[str, int]:
+def _backward_moments(
+    units: Sequence[Unit], at: Placement, sizes: ItemSizes, k: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by state while unit k computes its gradients, and while the unit after it is summed."""
+
+    def whole(unit: Unit, itemsize: Callable[[FlatBuffer], int]) -> int:
+        return sum(at.ranks * _shard_numel(flat, at) * itemsize(flat) for flat in unit)
+
+    def local(unit: Unit) -> int:
+        trained = [flat for flat in unit if flat.trainable]
+        return whole(trained, lambda flat: flat.gradient_itemsize)
+
     flats = [flat for unit in units for flat in unit]
-    items = {state: count for (state, _), count in model_state_bytes(flats, at, sizes).items()}
-    trained = [[flat for flat in unit if flat.trainable] for unit in units]
-    flying = trained[filling + 1] if filling + 1 < len(units) else []
+    flying = units[k + 1] if k + 1 < len(units) else []
+    common = {str(state): count for (state, _), count in model_state_bytes(flats, at, sizes).items()}
     if is_partitioned(ModelState.GRADIENTS, at.stage):
-        summed = [flat for unit in trained[filling + 1 :] for flat in unit]
-        items[ModelState.GRADIENTS] += sum(gradient_bytes(flat, at, sizes, backwards=1) for flat in summed)
-        local = [*trained[0], *(trained[filling] if filling else []), *flying]
-        items[ResidualState.LOCAL_GRADIENTS] = sum(
-            at.ranks * _shard_numel(flat, at) * flat.gradient_itemsize for flat in local
-        )
+        common[ModelState.GRADIENTS] += sum(local(unit) // at.ranks for unit in units[k + 2 :])
+        common[ResidualState.LOCAL_GRADIENTS] = sum(map(local, [units[0], *([units[k]] if k else []), flying]))
+    common[ResidualState.RECEIVE] = local(flying) * (at.ranks - 1) // at.ranks
+    computing, summing = dict(common), dict(common)
     if is_partitioned(ModelState.PARAMETERS, at.stage):
-        whole = [units[0], *units[max(filling - 1, 1) : filling + 1]]
-        items[ResidualState.GATHERED] = sum(
-            at.ranks * _shard_numel(flat, at) * flat.parameter_itemsize for unit in whole for flat in unit
-        )
-    items[ResidualState.RECEIVE] = sum(
-        (at.ranks - 1) * _shard_numel(flat, at) * flat.gradient_itemsize for flat in flying
-    )
-    items[ResidualState.SUMS] = sum(_shard_numel(flat, at) * sizes.sums for flat in flying)
-    items[ResidualState.OTHER] = max(
-        (numel * flat.gradient_itemsize for flat in trained[filling] for numel in flat.numels), default=0
-    )
-    return {str(state): count for state, count in items.items()}
+        ahead = [units[0], *units[max(k - 1, 1) : k]]
+        summing[ResidualState.GATHERED] = sum(whole(unit, lambda flat: flat.parameter_itemsize) for unit in ahead)
+        own = whole(units[k], lambda flat: flat.parameter_itemsize) if k else 0
+        computing[ResidualState.GATHERED] = summing[ResidualState.GATHERED] + own
+    singles = [numel * flat.gradient_itemsize for flat in units[k] if flat.trainable for numel in flat.numels]
+    computing[ResidualState.OTHER] = max(singles, default=0)
+    if is_partitioned(ModelState.GRADIENTS, at.stage):
+        summing[ModelState.GRADIENTS] += local(flying) // at.ranks
+    scratch = [
+        min(_shard_numel(flat, at), SUM_CHUNK) * (sizes.sums + flat.gradient_itemsize)
+        for flat in flying
+        if flat.trainable
+    ]
+    summing[ResidualState.SUMS] = max(scratch, default=0)
+    return computing, summing
 
 
 def step_peak(units: Sequence[Unit], at: Placement, sizes: ItemSizes) -> dict[str, int]:
@@ -284,6 +298,5 @@ def step_peak(units: Sequence[Unit], at: Placement, sizes: ItemSizes) -> dict[st
     held = model_state_bytes(flats, at, sizes, backwards=1)
     segments = [_shard_numel(flat, at) * sizes.sums for flat in flats if flat.stepped]
     items = {state: count for (state, _), count in held.items()}
-    # Adam calls its step count "step" too: the two are added.
     items[ResidualState.STEP] = items.get(ResidualState.STEP, 0) + max(segments, default=0)
     return {str(state): count for state, count in items.items()}

@@ -1,4 +1,4 @@
-"""The errors that users see: one tree, each also a built-in error, each message naming the offenders and the way out."""
+"""The errors that users see: one tree, each also a built-in error; messages name the offenders and the way out."""
 
 from __future__ import annotations
 

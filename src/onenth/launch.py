@@ -1,7 +1,7 @@
 """Run a function on local ranks, through PyTorch's elastic launcher: values by rank, or the first failure.
 
-What is added to the launcher: the failure that came first is the one reported (a rank that dies takes its
-peers' transfers with it, and they fail later, more noisily); Ctrl-C reaches the launching process alone, and it
+Added to the launcher: the failure that came first is the one reported (a rank that dies takes its peers'
+transfers with it, and they fail later, more noisily); Ctrl-C reaches the launching process alone, which then
 stops the ranks; ranks do not outlive the process that launched them.
 """
 
@@ -36,14 +36,8 @@ from onenth.world import init
 _LAUNCHERS = ("torch.distributed.elastic", "torch.multiprocessing")  # whose loggers they are
 _POLL = 0.05  # seconds between two looks at the ranks
 _STOP = 5  # seconds that ranks have to end after SIGTERM, before SIGKILL
-_NOTICE = (
-    1.0  # seconds that a failed rank stays, so that a peer that died without a word is noticed before it
-)
-_HANDLED = (
-    "SIGTERM",
-    "SIGHUP",
-    "SIGQUIT",
-)  # the launcher raises SignalException on these
+_NOTICE = 1.0  # seconds that a failed rank stays, so that a peer that died in silence is noticed first
+_HANDLED = ("SIGTERM", "SIGHUP", "SIGQUIT")  # on these, the launcher raises SignalException
 
 
 class RankError(OnenthError, RuntimeError):
@@ -85,8 +79,8 @@ class _Failure:
 def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """Run `fn(*args)` on `ranks` local processes joined in one group, and return its values by rank.
 
-    The group is the one of `onenth.init()`. `fn`, its arguments and its values must be picklable; `fn` is
-    found by its name, so it must be at the top level of a module. Raises RankError for the first failure, with that
+    The group is the one of `onenth.init()`. `fn`, its arguments and its values must be picklable; `fn` is found
+    by its name, so it must be at the top level of a module. Raises RankError for the first failure, with that
     rank's traceback; the other ranks are stopped.
     """
     if ranks < 1:
@@ -94,9 +88,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     try:
         call = pickle.dumps((fn, args))
     except Exception as error:
-        raise ConfigError(
-            f"launch: fn must be a module's top-level function, args picklable: {error}"
-        ) from error
+        raise ConfigError(f"launch: fn must be a module's top-level function: {error}") from error
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="onenth-launch-"))
         stack.enter_context(_signals_kept())
@@ -104,8 +96,11 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         stack.enter_context(_interrupts_here_only())
         try:
             values = elastic_launch(_settings(ranks, directory), _rank_main)(call, directory)
+            failure = None
         except ChildFailedError as error:
-            raise _first_failure(error, Path(directory)) from None
+            failure = _first_failure(error, Path(directory))
+    if failure is not None:
+        raise failure
     return [pickle.loads(values[rank]) for rank in range(ranks)]
 
 
@@ -146,8 +141,7 @@ def _launcher_quiet() -> Iterator[None]:
     before = {
         entry: entry.level
         for name, entry in logging.root.manager.loggerDict.items()
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
-        and isinstance(entry, logging.Logger)
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")) and isinstance(entry, logging.Logger)
     }
     for entry in before:
         entry.setLevel(logging.CRITICAL + 1)

@@ -14,7 +14,7 @@ import onenth
 from onenth.config import PRECISIONS
 from onenth.costs import FlatBuffer, ItemSizes, Unit
 
-WIDE, ROWS = 192, 1  # weights outweigh activations by far, so that peaks are those of model states
+WIDE, ROWS = 384, 1  # weights outweigh activations by far, so that peaks are those of model states
 
 
 class Wide(nn.Module):

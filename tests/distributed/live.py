@@ -6,7 +6,8 @@
             loss = model(x)
     live.peak("forward"), live.after("forward")
 
-PyTorch's profiler reports every allocation and release of the CPU allocator, storages resized in place too.
+PyTorch's profiler reports every allocation and release of the CPU allocator in this thread, storages resized in
+place too. What gloo's own threads release (the tensors of a broadcast, say) it does not see.
 """
 
 from __future__ import annotations

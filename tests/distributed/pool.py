@@ -126,9 +126,7 @@ class Pool:
                 if error is not None:
                     failures.append(f"rank {worker.rank} {error}")
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        failures += [
-            f"rank {worker.rank} did not answer; it is here:\n{worker.stack()}" for worker in waiting.values()
-        ]
+        failures += [f"rank {worker.rank} did not answer; it is here:\n{worker.stack()}" for worker in waiting.values()]
         if failures:
             self._stop()
             raise RankError(f"{what} on {len(workers)} ranks, {timeout:g} s:\n" + "\n".join(failures))

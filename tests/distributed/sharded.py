@@ -36,9 +36,7 @@ def start(
 ) -> tuple[nn.Module, Any]:
     """The task's model and optimizer, sharded; the task's own units unless `settings` name others."""
     model = TASKS[task].model()
-    return onenth.shard(
-        model, make_optimizer(model), group=group, **({"units": TASKS[task].units} | settings)
-    )
+    return onenth.shard(model, make_optimizer(model), group=group, **({"units": TASKS[task].units} | settings))
 
 
 def step(
@@ -88,7 +86,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """A hash of the bits of all tensors."""
     total = hashlib.sha256()
     for tensor in tensors:
-        total.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
+        total.update(copy.view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

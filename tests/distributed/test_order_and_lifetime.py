@@ -27,9 +27,7 @@ SETTINGS = {
 }
 
 
-def _train_under(
-    group: dist.ProcessGroup, task: str, hazards: tuple[str, ...]
-) -> dict[str, tuple[ShardedResult, int]]:
+def _train_under(group: dist.ProcessGroup, task: str, hazards: tuple[str, ...]) -> dict[str, tuple[ShardedResult, int]]:
     """Train at every setting under hazards; each result with the number of times that a hazard acted."""
     results = {}
     for label, settings in SETTINGS.items():

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from onenth.config import LossScale
 from tests.distributed import reference
-from tests.distributed.models import TASKS, Transformer, sgd
+from tests.distributed.models import TASKS, sgd
 from tests.distributed.pool import Pool
 from tests.distributed.sharded import ShardedResult, different_bits, train_each
 
 STAGES = (0, 1, 2, 3)
 RANKS = (1, 2, 3, 4)
 TOLERANCE = 1e-5  # of the norm over all parameters
+SCALE = LossScale(initial=256.0, growth_interval=2)  # no overflow, and growth within a few steps; fp16 alone uses it
 
 Variants = dict[str, dict[str, Any]]
 
@@ -29,7 +31,7 @@ def _assert_same_bits(results: Mapping[str, ShardedResult]) -> None:
     for label in others:
         different = different_bits(results[label].parameters, results[first].parameters)
         assert not different, f"{label} differs from {first} in {different}"
-        assert results[label].norms == results[first].norms, f"{label}: other norms than {first}"
+        assert repr(results[label].norms) == repr(results[first].norms), f"{label}: other norms than {first}"
 
 
 def _assert_ranks_agree(by_rank: list[dict[str, ShardedResult]]) -> None:
@@ -82,9 +84,9 @@ def test_backwards_add_up_to_one_large_batch(pool: Pool, ranks: int, backwards: 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_bit_identical(pool: Pool, precision: str, ranks: int) -> None:
     """In 16 bits, stages 0-3, activations kept or recomputed, give the same bits at the same N."""
-    variants = _by_stage(precision=precision) | {
-        f"stage {stage}, recomputed": {"stage": stage, "precision": precision, "activations": "recompute"}
-        for stage in (1, 3)
+    common = {"precision": precision, "loss_scale": SCALE}
+    variants = _by_stage(**common) | {
+        f"stage {stage}, recomputed": {"stage": stage, "activations": "recompute", **common} for stage in (1, 3)
     }
     by_rank = pool.run(ranks, train_each, "tied", variants)
     _assert_ranks_agree(by_rank)
@@ -95,10 +97,9 @@ def test_stages_are_bit_identical(pool: Pool, precision: str, ranks: int) -> Non
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_bit_identical_when_clipped(pool: Pool, precision: str, ranks: int) -> None:
     """The norm is summed in one order at every stage, so clipping keeps the bits; two backwards a step."""
-    common = {"precision": precision, "max_grad_norm": 0.1, "backwards": 2}
+    common = {"precision": precision, "loss_scale": SCALE, "max_grad_norm": 0.1, "backwards": 2}
     variants = _by_stage(**common) | {
-        f"stage {stage}, recomputed": {"stage": stage, "activations": "recompute", **common}
-        for stage in (0, 2)
+        f"stage {stage}, recomputed": {"stage": stage, "activations": "recompute", **common} for stage in (0, 2)
     }
     results = pool.run(ranks, train_each, "untied", variants)[0]
     assert min(results["stage 0"].norms) > 0.1
@@ -108,7 +109,7 @@ def test_stages_are_bit_identical_when_clipped(pool: Pool, precision: str, ranks
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("task", ["odd", "nested"])
 def test_stages_are_bit_identical_on_awkward_models(pool: Pool, task: str, precision: str) -> None:
-    """Frozen, unused, zero-sized and scalar parameters, and units within units, change no bit."""
+    """Frozen, unused, zero-sized and scalar parameters, nested units, fp16's skipped steps: the same bits."""
     by_rank = pool.run(3, train_each, task, _by_stage(precision=precision))
     _assert_ranks_agree(by_rank)
     _assert_same_bits(by_rank[0])
@@ -118,14 +119,15 @@ def test_stages_are_bit_identical_on_awkward_models(pool: Pool, task: str, preci
 def test_16_bits_follow_fp32(pool: Pool, precision: str) -> None:
     """16-bit training stays close to fp32's, so that bit-identical does not mean identically wrong."""
     expected = reference.train(TASKS["uneven"], 2, make_optimizer=sgd)
-    variants: Variants = {"stage 3": {"stage": 3, "precision": precision, "make_optimizer": sgd}}
+    common = {"precision": precision, "loss_scale": SCALE, "make_optimizer": sgd}
+    variants: Variants = {"stage 3": {"stage": 3, **common}}
     result = pool.run(2, train_each, "uneven", variants)[0]["stage 3"]
     assert 0 < reference.relative_difference(result.parameters, expected.parameters) < 0.01
     assert result.norms == pytest.approx(expected.norms, rel=0.02)
 
 
-def _everything_in_the_root(name: str, module: Any) -> bool:
-    return False
+def _the_last_norm(name: str, module: Any) -> bool:
+    return name == "norm"
 
 
 def _every_linear(name: str, module: Any) -> bool:
@@ -138,9 +140,8 @@ def test_units_and_prefetch_do_not_matter(pool: Pool) -> None:
     variants = {
         "auto": common,
         "no prefetch": {"prefetch": False, **common},
-        "everything in the root": {"units": _everything_in_the_root, **common},
+        "nearly everything in the root": {"units": _the_last_norm, **common},
         "every linear": {"units": _every_linear, **common},
-        "the model": {"units": Transformer, **common},
         "small units": {"max_unit_bytes": 4096, **common},
         "kept gathered": {"keep_gathered": ("layers.0", "layers.2"), **common},
     }

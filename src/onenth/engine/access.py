@@ -50,21 +50,18 @@ def whole_parameter(engine: Engine, slot: Slot, to: int | None = None) -> torch.
     """A parameter from the most precise copy there is: the master, or else the parameters themselves."""
     parameters, states = slot.flat.parameters, slot.flat.optimizer_states
     if states is not None and states.master is not None:
-        ranks, segment, dtype = states.segments, states.segment, states.master.dtype
+        held = {rank: states.segment(rank) for rank in states.segments}
     elif parameters.shard is not None:
-        shard = parameters.shard
-        ranks, segment, dtype = [engine.comm.rank], lambda _: shard, shard.dtype
+        held = {engine.comm.rank: parameters.shard}
     else:
-        ranks, dtype = list(range(engine.comm.size)), parameters.full.dtype
-        segment = lambda rank: parameters.segment(parameters.full, rank)  # noqa: E731
-    everywhere = len(ranks) == engine.comm.size
+        held = {rank: parameters.segment(parameters.full, rank) for rank in range(engine.comm.size)}
     return assemble(
         engine,
         slot,
-        lambda owned: within(slot, owned, segment(owned.rank)) if owned.rank in ranks else None,
-        dtype,
+        lambda owned: within(slot, owned, held[owned.rank]) if owned.rank in held else None,
+        next(iter(held.values())).dtype,
         "value",
-        everywhere=everywhere,
+        everywhere=len(held) == engine.comm.size,
         to=to,
     )
 
@@ -137,9 +134,9 @@ def whole_gradient(engine: Engine, slot: Slot) -> torch.Tensor | None:
     whole = assemble(
         engine,
         slot,
-        lambda owned: within(slot, owned, gradients.segment(owned.rank))
-        if everywhere or owned.rank == engine.comm.rank
-        else None,
+        lambda owned: (
+            within(slot, owned, gradients.segment(owned.rank)) if everywhere or owned.rank == engine.comm.rank else None
+        ),
         held.dtype,
         "gradient",
         everywhere=everywhere,
@@ -154,6 +151,8 @@ def set_gradient(engine: Engine, slot: Slot, value: torch.Tensor) -> None:
     if gradients is None:
         raise ShardError(f"parameter {slot.name} is frozen: it has no gradient to set")
     gradients.ensure_shard()
+    if value.shape != slot.flat.parameters.shapes[slot.index]:
+        raise ShardError(f"gradient of {slot.name}: {tuple(value.shape)} given, {tuple(slot.parameter.shape)} needed")
     scaled = value.reshape(-1) * engine.scaler.scale if engine.scaler.active else value.reshape(-1)
     for owned in slot.flat.parameters.partition.owners(slot.index):
         if gradients.whole or owned.rank == engine.comm.rank:
@@ -179,7 +178,7 @@ def pieces_of(slot: Slot) -> Iterable[Piece]:
 def whole_state(engine: Engine, updater: Updater, slot: Slot) -> dict[str, Any]:
     """Every optimizer state of a parameter: whole tensors in its shape, scalars as they are."""
     held = {(p.range.rank, p.range.start): (p, updater.inner.state.get(p.tensor, {})) for p in pieces_of(slot)}
-    described = next((d for d in engine.comm.tell_all(_describe(held)) if d), {})
+    described: dict[str, Any] = next((d for d in engine.comm.tell_all(_describe(held)) if d), {})
     everywhere = len(states_of(slot).segments) == engine.comm.size
 
     def of(owned: Range, name: str) -> torch.Tensor | None:
@@ -207,8 +206,15 @@ def _describe(held: dict[Any, tuple[Piece, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def set_state(updater: Updater, slot: Slot, state: dict[str, Any]) -> None:
-    """Replace the optimizer states of a parameter with whole ones, the same on every rank."""
+    """Replace the named optimizer states of a parameter with whole ones, the same on every rank."""
     shape = slot.flat.parameters.shapes[slot.index]
+    wrong = [
+        f"{name}: {tuple(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape
+    ]
+    if wrong:
+        raise ShardError(f"optimizer states of {slot.name}, which is {tuple(shape)}: {'; '.join(wrong)} given")
     for piece in pieces_of(slot):
-        updater.put(piece, {name: cut(value, shape, piece) for name, value in state.items()})
-
+        new = {name: cut(value, shape, piece) for name, value in state.items()}
+        updater.put(piece, {**updater.inner.state.get(piece.tensor, {}), **new})

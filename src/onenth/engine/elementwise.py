@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onenth.config import Precision
 from onenth.errors import ShardError
@@ -25,7 +26,8 @@ def check(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
         settings = {key: value for key, value in group.items() if key != "params"}
         key = (type(optimizer), repr(sorted(settings.items(), key=str)), precision)
         if key not in _verdicts:
-            _verdicts[key] = _try(optimizer, settings, precision)
+            with _disable_current_modes():  # the trial needs real numbers, in a dry run too
+                _verdicts[key] = _try(optimizer, settings, precision)
         if (reason := _verdicts[key]) is not None:
             raise ShardError(f"{type(optimizer).__name__} cannot be sharded: {reason}")
 
@@ -63,7 +65,10 @@ def _narrow_states(states: dict[str, Any], start: torch.Tensor, precision: Preci
         for name, value in states.items()
         if isinstance(value, torch.Tensor)
         and value.numel() > 1
-        and (value.numel() != start.numel() or value.dtype.itemsize < start.dtype.itemsize)
+        and (
+            value.numel() != start.numel()
+            or value.dtype.itemsize < min(start.dtype.itemsize, precision.moments.itemsize)
+        )
     }
     if not wrong:
         return None

@@ -53,7 +53,7 @@ class Engine:
     scaling: whether the running backward was started by `ShardedOptimizer.backward`.
     unscaled: whether a backward ran that was not.
     refresh: lays units out anew whose parameters were unfrozen (`layout.refresh`).
-    rebuild_wanted: whether a parameter group was added since.
+    closed: whether the model was made plain again.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], config: Config, terms: Terms) -> None:
@@ -75,7 +75,7 @@ class Engine:
         self.refresh: Callable[[], None] = lambda: None
         for parameter in self.slots():
             parameter._onenth = weakref.ref(self)  # type: ignore[attr-defined]
-        self.rebuild_wanted = False
+        self.closed = False
 
     @property
     def root(self) -> Activity:
@@ -98,8 +98,9 @@ class Engine:
         self.root_depth -= 1
         if self.root_depth or in_graph_task():
             return
-        self.residency.cancel()
         graph = any(activity.has_outstanding for activity in self.activities)
+        if not graph:
+            self.residency.cancel()
         for activity in self.activities:
             activity.held = activity.held and graph
             waits = activity.kept and activity.has_outstanding
@@ -127,7 +128,7 @@ class Engine:
             self.residency.release(activity)
 
     def read(self, activity: Activity, name: str) -> None:
-        """A released parameter is read outside its unit's forward: gather it inside the model's, refuse it elsewhere."""
+        """A released parameter is read outside its unit's forward: gather it in the model's, refuse it elsewhere."""
         if not self.root_depth and not in_graph_task():
             raise ShardError(
                 f"parameter {name} is released: this rank holds 1/{self.comm.size} of it. Read it inside "
@@ -155,7 +156,7 @@ class Engine:
         self.in_backward, self.accumulated = True, False
         self.unscaled = self.unscaled or not self.scaling
         self.exchanger.order.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def before_backward(self, call: Call) -> None:
         """Gradients of a call's outputs are there: its unit is needed whole."""
@@ -164,7 +165,7 @@ class Engine:
         if call not in activity.running:
             activity.running.add(call)
             will_run = torch._C._will_engine_execute_node
-            call.pending = {i for i, node in enumerate(call.inputs) if will_run(node)}  # type: ignore[no-untyped-call]
+            call.pending = {i for i, node in enumerate(call.inputs) if will_run(node)}
         self.residency.need(activity)
         if activity.state is UnitState.GATHERED:
             activity.move(UnitState.BACKWARD)
@@ -172,7 +173,7 @@ class Engine:
     def input_done(self, call: Call, position: int) -> None:
         """The gradient of one of a call's inputs is computed."""
         call.pending.discard(position)
-        if call in call.activity.running and not call.pending:
+        if call in call.activity.running and not call.pending and call.all_watched:
             self._call_done(call)
 
     def _call_done(self, call: Call) -> None:
@@ -193,7 +194,8 @@ class Engine:
 
     def take_gradient(self, activity: Activity, flat: Flat, index: int, parameter: nn.Parameter) -> None:
         """A parameter's gradient was accumulated: it goes to the unit's buffer, and a placeholder takes its place."""
-        assert flat.gradients is not None and parameter.grad is not None
+        assert flat.gradients is not None
+        assert parameter.grad is not None
         if in_graph_task():
             self.begin_backward()
         if self.exchanger.in_flight is activity:
@@ -202,7 +204,7 @@ class Engine:
         flat.gradients.add(index, gradient.detach())
         parameter.grad = flat.parameters.placeholders[index]
         self.accumulated = True
-        if activity.running and not any(call.pending or call.inputs for call in activity.running):
+        if activity.running and not any(call.inputs or not call.all_watched for call in activity.running):
             arrived = all(all(one.gradients.arrived) for one in activity.unit.trainable if one.gradients)
             if arrived:
                 for call in list(activity.running):
@@ -251,7 +253,6 @@ class Engine:
     def flats(self) -> list[Flat]:
         """Every flat buffer, in the order of the unit list."""
         return [flat for unit in self.units for flat in unit.flats]
-
 
     def slots(self) -> dict[nn.Parameter, Slot]:
         """Where each sharded parameter lies, in the order of the unit list."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from onenth.engine.engine import Engine
 from onenth.engine.machine import Activity
 from onenth.errors import ShardError
 
-_METHODS = ("_apply", "_save_to_state_dict", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
+_METHODS = ("_apply", "extra_repr", "_save_to_state_dict", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
 
 
 class GuardedParameters(dict[str, nn.Parameter | None]):
@@ -29,10 +29,11 @@ class GuardedParameters(dict[str, nn.Parameter | None]):
     def __init__(self, engine: Engine, prefix: str, parameters: dict[str, Any], owner: dict[str, Activity]) -> None:
         super().__init__(parameters)
         self.engine, self.prefix, self.owner = engine, prefix, owner
+        self.describing = False
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         activity = self.owner.get(name)
-        if activity is not None and not activity.is_whole and self.engine.partitions_parameters:
+        if activity is not None and not self.describing and self.engine.partitions_parameters and not activity.is_whole:
             self.engine.read(activity, self.prefix + name)
         return super().__getitem__(name)
 
@@ -86,7 +87,7 @@ def install(engine: Engine) -> None:
         prefix = f"{name}." if name else ""
         parameters = GuardedParameters(engine, prefix, module._parameters, held)
         module.__dict__["_parameters"] = parameters
-        module.__dict__.update(_methods(module, parameters))
+        module.__dict__.update(Guard(module, parameters).methods())
 
 
 def remove(model: nn.Module) -> None:
@@ -98,46 +99,65 @@ def remove(model: nn.Module) -> None:
                 module.__dict__.pop(name, None)
 
 
-def _methods(module: nn.Module, parameters: GuardedParameters) -> dict[str, Callable[..., Any]]:
-    kind = type(module)
+class Guard:
+    """What stands before PyTorch's own methods of one module."""
 
-    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for parameter in parameters.values():
+    def __init__(self, module: nn.Module, parameters: GuardedParameters) -> None:
+        self.module, self.parameters, self.kind = module, parameters, type(module)
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """By the name that PyTorch or Python calls."""
+        return {
+            "_apply": self.apply,
+            "extra_repr": self.extra_repr,
+            "_save_to_state_dict": self.save_to_state_dict,
+            "_load_from_state_dict": self.load_from_state_dict,
+            "__deepcopy__": self.deepcopy,
+            "__reduce_ex__": self.reduce_ex,
+        }
+
+    def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """`.to()` and its kind: buffers follow; parameters must stay what they are."""
+        for parameter in self.parameters.values():
             if parameter is not None:
                 _refuse_change(parameter, fn)
-        if recurse:
-            for child in module.children():
-                child._apply(fn)
-        for key, buffer in module._buffers.items():
+        for child in self.module.children() if recurse else ():
+            child._apply(fn)
+        for key, buffer in self.module._buffers.items():
             if buffer is not None:
-                module._buffers[key] = fn(buffer)
-        return module
+                self.module._buffers[key] = fn(buffer)
+        return self.module
 
-    def _save_to_state_dict(*args: Any, **kwargs: Any) -> None:
-        refuse_released(parameters, "state_dict()")
-        kind._save_to_state_dict(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def extra_repr(self) -> str:
+        """Printing a module asks whether there is a bias, not what it is."""
+        self.parameters.describing = True
+        try:
+            return self.kind.extra_repr(self.module)
+        finally:
+            self.parameters.describing = False
 
-    def _load_from_state_dict(*args: Any, **kwargs: Any) -> None:
-        if parameters.owner:
-            _refuse_load(parameters)
-        kind._load_from_state_dict(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    def save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """`state_dict()` of whole parameters only."""
+        refuse_released(self.parameters, "state_dict()")
+        self.kind._save_to_state_dict(self.module, *args, **kwargs)
 
-    def __deepcopy__(memo: dict[int, Any]) -> nn.Module:
-        return plain_copy(module, memo)
+    def load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """`load_state_dict()` goes through the model, which knows the master copies."""
+        if self.parameters.owner:
+            raise ShardError(
+                f"load_state_dict() of a part of a sharded model ({self.parameters.prefix.rstrip('.') or 'the model'}) "
+                "would not reach the master copy: call load_state_dict on the model that onenth.shard returned"
+            )
+        self.kind._load_from_state_dict(self.module, *args, **kwargs)
 
-    def __reduce_ex__(protocol: Any) -> Any:
-        refuse_released(parameters, "pickling")
-        return plain_copy(module, {}).__reduce_ex__(protocol)
+    def deepcopy(self, memo: dict[int, Any]) -> nn.Module:
+        """A deep copy is a plain module."""
+        return plain_copy(self.module, memo)
 
-    made = (_apply, _save_to_state_dict, _load_from_state_dict, __deepcopy__, __reduce_ex__)
-    return dict(zip(_METHODS, made, strict=True))
-
-
-def _refuse_load(parameters: GuardedParameters) -> NoReturn:
-    raise ShardError(
-        f"load_state_dict() of a part of a sharded model ({parameters.prefix.rstrip('.') or 'the model'}) would not reach "
-        "the master copy: call load_state_dict on the model that onenth.shard returned"
-    )
+    def reduce_ex(self, protocol: Any) -> Any:
+        """A pickle is a plain module's."""
+        refuse_released(self.parameters, "pickling")
+        return plain_copy(self.module, {}).__reduce_ex__(protocol)
 
 
 def _refuse_change(parameter: nn.Parameter, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

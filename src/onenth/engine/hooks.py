@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,9 +24,17 @@ from torch import nn
 from onenth.engine import tensors
 from onenth.engine.engine import Engine, in_graph_task
 from onenth.engine.machine import Activity, Call, UnitState
+from onenth.errors import ShardError
 from onenth.model_states.unit import Flat
 from onenth.residual_states.activations import recomputed
 from onenth.residual_states.buffers import explain_dtype_error
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: Function) -> Function:
+    """`function`, which torch.compile runs as it is, with all that it calls."""
+    return cast("Function", torch.compiler.disable(function))
 
 
 @dataclass
@@ -34,6 +43,8 @@ class Pass:
 
     inputs: the graph nodes of the views that differentiable inputs came in through.
     mark: the sequence number of the first graph node that the forward makes.
+    recomputes: whether a backward runs it again, its unit gathered already.
+    all_watched: whether every differentiable input came in through a view; those in lists or caches do not.
     """
 
     args: tuple[Any, ...]
@@ -41,6 +52,7 @@ class Pass:
     inputs: list[Any]
     mark: int
     recomputes: bool
+    all_watched: bool = True
 
 
 class UnitForward:
@@ -50,35 +62,54 @@ class UnitForward:
         self.engine, self.activity = engine, activity
         self.dtype = _compute_dtype(engine, activity)
         self.is_root = activity is engine.root
+        self.parts = [part for _, module in activity.unit.modules for part in module.modules()]
 
-    @torch.compiler.disable
+    @uncompiled
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """The module was called."""
         if self.is_root:
             self.engine.enter_root()
         if self.dtype is not None:
-            args, kwargs = tensors.replace((args, kwargs), self._cast)
+            through = (tuple, list, dict) if self.is_root else (tuple,)  # a batch; or what a block may write into
+            args = tensors.replace(args, self._cast, through)
+            kwargs = {key: tensors.replace(value, self._cast, through) for key, value in kwargs.items()}
         if self.activity.state is UnitState.BACKWARD:
             return Pass(args, kwargs, [], 0, recomputes=True)
         inputs: list[Any] = []
         if torch.is_grad_enabled() and not self.is_root:
-            args, kwargs = tensors.replace((args, kwargs), functools.partial(_through_view, inputs))
+            enter = functools.partial(_through_view, inputs)
+            args = tensors.replace(args, enter)
+            kwargs = {key: tensors.replace(value, enter) for key, value in kwargs.items()}
         self.engine.enter(self.activity)
-        return Pass(args, kwargs, inputs, torch.autograd._get_sequence_nr(), recomputes=False)
+        entered = Pass(args, kwargs, inputs, torch._C._autograd._get_sequence_nr(), recomputes=False)
+        if torch.is_grad_enabled():
+            arrived = sum(tensor.requires_grad for tensor in tensors.find((args, kwargs)))
+            entered.all_watched = arrived <= len(inputs)
+        return entered
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    @torch.compiler.disable
+    @uncompiled
     def after(self, forward: Pass, output: Any) -> None:
         """The module returned."""
         recomputes = forward.recomputes or (in_graph_task() and self.activity.has_outstanding)
         if torch.is_grad_enabled() and not recomputes:
-            watch(self.engine, self.activity, output, forward)
+            watch(self.engine, self.activity, (output, forward.args, forward.kwargs, self._kept()), forward)
         if torch.is_autocast_enabled():  # its cache keeps the cast copy of every weight alive
             torch.clear_autocast_cache()
 
-    @torch.compiler.disable
+    def _kept(self) -> list[Any]:
+        """What modules of the unit keep as attributes (`self.auxiliary_loss`): outputs too, if they are new."""
+        containers = (torch.Tensor, list, tuple, dict)
+        return [
+            value
+            for part in ([] if self.is_root else self.parts)
+            for key, value in part.__dict__.items()
+            if isinstance(value, containers) and key[0] != "_"
+        ]
+
+    @uncompiled
     def leave(self, forward: Pass) -> None:
         """The module returned or raised."""
         if not forward.recomputes:
@@ -111,12 +142,12 @@ def wrap(engine: Engine, activity: Activity, module: nn.Module, name: str = "for
     module.__dict__[name] = torch.compiler.disable(forward, recursive=False)  # what it calls may be compiled
 
 
-def watch(engine: Engine, activity: Activity, output: Any, forward: Pass) -> None:
+def watch(engine: Engine, activity: Activity, outputs: Any, forward: Pass) -> None:
     """Tell the engine when a backward reaches this call, and when it is through with it."""
-    nodes = {node: None for tensor in tensors.find(output) for node in _nodes(tensor, forward.mark)}
+    nodes = {node: None for tensor in tensors.find(outputs) for node in _nodes(tensor, forward.mark)}
     if not nodes:
         return
-    call = Call(activity, engine.generation, forward.inputs)
+    call = Call(activity, engine.generation, forward.inputs, all_watched=forward.all_watched)
     activity.note(call)
     for node in nodes:
         node.register_prehook(lambda _: engine.before_backward(call))
@@ -136,6 +167,9 @@ def watch_gradients(engine: Engine, activity: Activity) -> None:
     for undo in activity.undo:
         undo()
     handles: list[Any] = []
+    if not engine.terms.trains:
+        held = [parameter for flat in activity.unit.flats for parameter in flat.parameters.parameters]
+        handles = [p.register_post_accumulate_grad_hook(_refuse) for p in held if p.requires_grad]
     for flat in activity.unit.trainable:
         for index, parameter in enumerate(flat.parameters.parameters):
             owner = weakref.ref(parameter)
@@ -145,15 +179,21 @@ def watch_gradients(engine: Engine, activity: Activity) -> None:
     activity.undo = [handle.remove for handle in handles]
 
 
+def _refuse(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    raise ShardError(
+        "backward through a model that was sharded without an optimizer, which only runs forward: run it under "
+        "torch.no_grad(), freeze it with model.requires_grad_(False), or give onenth.shard its optimizer"
+    )
+
+
 def _make_room(owner: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
     """A gradient is about to be accumulated: into nothing, not onto the placeholder."""
     if (parameter := owner()) is not None:
         parameter.grad = None
 
 
-def _take(
-    known: weakref.ref[Engine], activity: Activity, flat: Flat, index: int, parameter: torch.Tensor
-) -> None:
+def _take(known: weakref.ref[Engine], activity: Activity, flat: Flat, index: int, parameter: nn.Parameter) -> None:
     if (engine := known()) is not None:
         engine.take_gradient(activity, flat, index, parameter)
 
@@ -183,10 +223,10 @@ def _compute_dtype(engine: Engine, activity: Activity) -> torch.dtype | None:
 
 
 def cast_around(module: nn.Module, inside: torch.dtype, outside: torch.dtype) -> None:
-    """Let a module that is kept in another dtype compute in it: inputs are cast on the way in, outputs on the way out."""
+    """Let a module that is kept in another dtype compute in it: inputs are cast on the way in, outputs back."""
 
     def convert(values: Any, dtype: torch.dtype) -> Any:
-        return tensors.replace(values, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return tensors.replace(values, lambda t: t.to(dtype) if t.is_floating_point() else t, (tuple, dict))
 
     module.register_forward_pre_hook(
         lambda _, args, kwargs: convert((args, kwargs), inside), with_kwargs=True, prepend=True

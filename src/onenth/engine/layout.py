@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -39,15 +40,18 @@ def unify_ties(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Non
                 module._parameters[key] = chosen
             start = parameter.storage_offset()
             steps = zip(parameter.shape, parameter.stride(), strict=True)
-            spans[storage][chosen] = (start, start + 1 + sum((size - 1) * stride for size, stride in steps))
+            reach = sum((int(size) - 1) * int(stride) for size, stride in steps)
+            spans[storage][chosen] = (int(start), int(start) + 1 + reach)
     clashes = []
     for ranges in spans.values():
         ordered = sorted(ranges.items(), key=lambda entry: entry[1])
-        for (one, here), (other, there) in zip(ordered, ordered[1:], strict=False):
+        for (one, here), (other, there) in itertools.pairwise(ordered):
             if there[0] < here[1]:
                 clashes.append(f"{names[id(one)]} and {names[id(other)]}")
     if clashes:
-        raise ShardError(f"parameters overlap in memory without being the same: {'; '.join(clashes)}. Clone one of them")
+        raise ShardError(
+            f"parameters overlap in memory without being the same: {'; '.join(clashes)}. Clone one of them"
+        )
     for group in [] if optimizer is None or not same else optimizer.param_groups:
         group["params"] = list(dict.fromkeys(same.get(id(p), p) for p in group["params"]))
 
@@ -90,7 +94,8 @@ def make_flats(
     kinds: dict[Kind, list[nn.Parameter]] = defaultdict(list)
     for parameter in names:
         dtype = torch.float32 if parameter in fp32 else terms.precision.parameters
-        kinds[Kind(dtype, parameter.requires_grad, parameter in updated)].append(parameter)
+        trainable = parameter.requires_grad and terms.trains
+        kinds[Kind(dtype, trainable, parameter in updated)].append(parameter)
     return [Flat(kind, [names[p] for p in members], members, terms) for kind, members in kinds.items()]
 
 
@@ -114,6 +119,18 @@ def kept_modules(model: nn.Module, precision: Precision, *, theirs: bool) -> lis
     ]
 
 
+def check_kept(model: nn.Module, precision: Precision) -> list[str]:
+    """Entries of `Precision.keep_fp32` that match no module."""
+    return [
+        entry if isinstance(entry, str) else entry.__name__
+        for entry in precision.keep_fp32
+        if not any(
+            (name == entry or entry in name.split(".")) if isinstance(entry, str) else isinstance(module, entry)
+            for name, module in model.named_modules()
+        )
+    ]
+
+
 def replicate(model: nn.Module, terms: Terms) -> list[str]:
     """Move parameters that are not floating point (4-bit bases, say) whole to the device; returns their names."""
     names = []
@@ -130,7 +147,9 @@ def refresh(engine: Engine, updated: set[nn.Parameter], updater: Updater | None)
     """Lay out anew the units in which a parameter was unfrozen, or joined the optimizer. All ranks must do the same."""
     for activity in engine.activities:
         if activity.state is UnitState.SHARDED and any(
-            parameter.requires_grad and (not flat.kind.trainable or (parameter in updated and not flat.kind.updated))
+            engine.terms.trains
+            and parameter.requires_grad
+            and (not flat.kind.trainable or (parameter in updated and not flat.kind.updated))
             for flat in activity.unit.flats
             for parameter in flat.parameters.parameters
         ):

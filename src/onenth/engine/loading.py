@@ -49,8 +49,10 @@ class Materializer:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
         if self.comm.rank == 0 and not self.comm.simulated:
-            init = self.init if self.init is not None else type(module).reset_parameters
-            init(module)  # type: ignore[operator]
+            if self.init is not None:
+                self.init(module)
+            else:
+                module.reset_parameters()  # type: ignore[operator]
 
 
 def become(parameter: nn.Parameter, value: torch.Tensor) -> None:

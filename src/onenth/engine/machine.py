@@ -41,22 +41,24 @@ TRANSITIONS: dict[UnitState, frozenset[UnitState]] = {
 WHOLE = frozenset({_S.GATHERED, _S.FORWARD, _S.BACKWARD})
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Call:
     """One forward of a unit that a backward will come for. Alive as long as the graph of its outputs.
 
     inputs: the graph nodes that hand the gradients of the call's inputs on. They know the call weakly: the outputs'
         nodes own it, so that no cycle through the graph keeps activations alive.
+    all_watched: whether `inputs` are all that can tell when the call is done; if not, the end of the backward does.
     pending: positions in `inputs` that the running backward has not computed yet.
     """
 
     activity: Activity
     generation: int
     inputs: list[Any]
+    all_watched: bool = True
     pending: set[int] = field(default_factory=set)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Activity:
     """What is under way for one unit.
 
@@ -83,6 +85,9 @@ class Activity:
     held: bool = False
     sticky: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"{self.unit}, {self.state.value}"
 
     def move(self, to: UnitState) -> None:
         """Go to another state; an illegal transition is a defect of the engine."""

@@ -75,6 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ShardError for gradients held back by `no_sync`, for a plain `loss.backward()` in fp16, and, outside
         fp16, after `max_skipped` skips in a row.
         """
+        if self.engine.closed:
+            raise ShardError("the model was made plain again by onenth.unshard: make a new optimizer")
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -147,12 +149,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.updater.finish(self.param_groups)
 
     def _update_flat(self, flat: Flat, groups: dict[int, int], present: list[bool], coefficient: float) -> None:
-        assert flat.optimizer_states is not None and flat.gradients is not None
+        assert flat.optimizer_states is not None
+        assert flat.gradients is not None
         parameters = flat.parameters.parameters
         group_of = [groups.get(id(parameter)) for parameter in parameters]
-        self.updater.update(
-            flat.optimizer_states, flat.gradients, self.param_groups, group_of, present, coefficient
-        )
+        self.updater.update(flat.optimizer_states, flat.gradients, self.param_groups, group_of, present, coefficient)
         flat.optimizer_states.write_back()
         torch.autograd.graph.increment_version(parameters)  # a backward through a graph from before must fail
 
@@ -168,7 +169,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update more of the model's parameters from now on."""
         self.user.add_param_group(param_group)
         elementwise.check(self.user, self.engine.config.dtypes)
-        self.engine.rebuild_wanted = True
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: what `load_state_dict` restores on the same rank of as many ranks at the same stage.

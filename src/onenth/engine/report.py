@@ -23,7 +23,9 @@ def report(engine: Engine, updater: Updater | None) -> Breakdown:
         backwards = 0 if flat.gradients is None else flat.gradients.backwards
         unexchanged = flat.gradients is not None and flat.gradients.is_open
         expected.update(
-            costs.model_state_bytes([describe(flat)], placement, sizes, backwards=backwards, unexchanged=unexchanged)
+            costs.model_state_bytes(
+                [describe(flat, updater)], placement, sizes, backwards=backwards, unexchanged=unexchanged
+            )
         )
     held = engine.ledger.held()
     local = (str(ResidualState.LOCAL_GRADIENTS), Tier.DEVICE)  # held by `no_sync`: gradients, to the equations
@@ -35,7 +37,7 @@ def report(engine: Engine, updater: Updater | None) -> Breakdown:
     return Breakdown(held, {key: count for key, count in expected.items() if count}, notes)
 
 
-def describe(flat: Flat) -> costs.FlatBuffer:
+def describe(flat: Flat, updater: Updater | None) -> costs.FlatBuffer:
     """A flat buffer as the equations see it."""
     return costs.FlatBuffer(
         flat.parameters.partition.numels,
@@ -43,7 +45,16 @@ def describe(flat: Flat) -> costs.FlatBuffer:
         gradient_itemsize=flat.kind.dtype.itemsize if flat.gradients is None else flat.gradients.dtype.itemsize,
         trainable=flat.kind.trainable,
         updated=flat.kind.updated,
+        unused=_unused(flat, updater),
     )
+
+
+def _unused(flat: Flat, updater: Updater | None) -> frozenset[int]:
+    """Parameters of which the optimizer has no states on this rank: no step had a gradient for them."""
+    if flat.optimizer_states is None or updater is None:
+        return frozenset()
+    pieces = [piece for held in flat.optimizer_states.pieces.values() for piece in held]
+    return frozenset(piece.range.parameter for piece in pieces if not updater.inner.state.get(piece.tensor))
 
 
 def _sizes(flat: Flat, updater: Updater | None) -> costs.ItemSizes:

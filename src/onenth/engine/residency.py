@@ -54,12 +54,12 @@ class Residency:
         activity.move(UnitState.GATHERING)
 
     def _complete(self, activity: Activity) -> None:
+        if self.ahead is activity:
+            self.ahead = None
         for transfer in self._transfers.pop(activity):
             transfer.wait()
         if self.partitioned:
             activity.unit.expose()
-        if self.ahead is activity:
-            self.ahead = None
         activity.move(UnitState.GATHERED)
 
     def cancel(self) -> None:

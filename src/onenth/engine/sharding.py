@@ -34,7 +34,7 @@ def shard(
     check_precision(config.dtypes, comm.device)
     _agree(model, optimizer, config, comm, materializer)
     layout.unify_ties(model, optimizer)
-    terms = Terms(config.dtypes, comm, Ledger(), STAGES[config.stage], config.reduce == "mean")
+    terms = Terms(config.dtypes, comm, Ledger(), STAGES[config.stage], config.reduce == "mean", optimizer is not None)
     updated = set(parameters_of(optimizer))
     choices = choose(model, config)
     replicated = layout.replicate(model, terms)
@@ -53,11 +53,10 @@ def shard(
 
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError for a dtype that the device emulates at best."""
-    if device.type == "cuda" and torch.bfloat16 in (precision.parameters, precision.gradients):
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ConfigError(
-                f"{torch.cuda.get_device_name(device)} has no native bf16: use precision='fp16' or 'fp32'"
-            )
+    if device.type != "cuda" or torch.bfloat16 not in (precision.parameters, precision.gradients):
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError(f"{torch.cuda.get_device_name(device)} has no native bf16: use precision='fp16' or 'fp32'")
 
 
 def _agree(
@@ -92,13 +91,14 @@ def _agree(
         raise ShardError("; ".join(dict.fromkeys(found)))
 
 
-def _problems(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config) -> list[str]:
+def _problems(model: object, optimizer: object, config: Config) -> list[str]:
     if not isinstance(model, nn.Module):
         return [f"model is a {type(model).__name__}, an nn.Module is meant"]
     if "_onenth" in model.__dict__:
         return ["the model is sharded already"]
+    problems = [f"keep_fp32 names no module: {entry}" for entry in layout.check_kept(model, config.dtypes)]
     if optimizer is None:
-        return []
+        return problems
     if not isinstance(optimizer, torch.optim.Optimizer):
         return [f"optimizer is a {type(optimizer).__name__}, a torch.optim.Optimizer is meant"]
     if isinstance(optimizer, ShardedOptimizer):
@@ -110,7 +110,8 @@ def _problems(model: nn.Module, optimizer: torch.optim.Optimizer | None, config:
         for position, parameter in enumerate(group["params"])
         if id(parameter) not in known
     ]
-    problems = [f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}"] if foreign else []
+    if foreign:
+        problems.append(f"the optimizer holds parameters that are not the model's: {'; '.join(foreign)}")
     try:
         elementwise.check(optimizer, config.dtypes)
     except ShardError as error:
@@ -124,8 +125,18 @@ def _hook(engine: Engine) -> None:
         for _, module in activity.unit.modules:
             hooks.wrap(engine, activity, module)
         hooks.watch_gradients(engine, activity)
+    if engine.config.activations == "recompute":
+        _forbid_cache(engine.model)
     for module in layout.kept_modules(engine.model, engine.config.dtypes, theirs=False):
         hooks.cast_around(module, torch.float32, engine.config.dtypes.parameters)
+
+
+def _forbid_cache(model: nn.Module) -> None:
+    """A block that is run again must not find what its first run put into a cache (transformers' `use_cache`)."""
+    settings = getattr(model, "config", None)
+    if getattr(settings, "use_cache", False):
+        settings.use_cache = False  # type: ignore[union-attr]
+        log.info("activations='recompute': config.use_cache is off now")
 
 
 def _take_over(engine: Engine, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
@@ -152,9 +163,7 @@ def _announce(engine: Engine, replicated: list[str], differed: bool) -> None:
     if engine.comm.rank:
         return
     contract = ", ".join(f"{what} {dtype}" for what, dtype in engine.config.dtypes.table())
-    log.info(
-        "stage %d over %d ranks, %d units; %s", engine.config.stage, engine.comm.size, len(engine.units), contract
-    )
+    log.info("stage %d over %d ranks, %d units; %s", engine.config.stage, engine.comm.size, len(engine.units), contract)
     if replicated:
         log.warning("kept whole on every rank, since they are not floating point: %s", ", ".join(replicated))
     if differed:

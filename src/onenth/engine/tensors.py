@@ -15,7 +15,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 def find(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Every tensor reachable from `value`, each once: through containers, dataclasses and objects' attributes."""
     seen = set() if seen is None else seen
-    if isinstance(value, _PLAIN) or callable(value) and not isinstance(value, torch.Tensor) or id(value) in seen:
+    if isinstance(value, _PLAIN) or (callable(value) and not isinstance(value, torch.Tensor)) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
@@ -34,19 +34,20 @@ def find(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
         yield from find(part, seen)
 
 
-def replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with its tensors changed, through plain tuples, lists and dicts; what did not change is the same object.
+def replace(value: Any, change: Callable[[torch.Tensor], torch.Tensor], through: tuple[type, ...] = (tuple,)) -> Any:
+    """`value` with its tensors changed, through containers of these types; what did not change is the same object.
 
-    Other objects (caches, say) are handed on as they are: callers rely on their identity.
+    Everything else (caches, and by default lists and dicts) is handed on as it is: a module may write into it.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
-    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        parts = [replace(part, change) for part in value]
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if isinstance(value, list | tuple) and (is_named or type(value) in through):
+        parts = [replace(part, change, through) for part in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict:
-        changed = {key: replace(part, change) for key, part in value.items()}
+        return type(value)(*parts) if is_named else type(value)(parts)
+    if type(value) is dict and dict in through:
+        changed = {key: replace(part, change, through) for key, part in value.items()}
         return changed if any(changed[key] is not value[key] for key in value) else value
     return value

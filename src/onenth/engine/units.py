@@ -30,8 +30,9 @@ def choose(model: nn.Module, config: Config) -> list[Choice]:
     else:
         rule = _rule(config.units)
         chosen = [module for name, module in model.named_modules() if module is not model and rule(name, module)]
-        if not chosen:
-            raise ShardError(f"units={config.units!r} matches no module of {type(model).__name__}")
+        missing = _unmatched(model, config.units) or ([] if chosen else [str(config.units)])
+        if missing:
+            raise ShardError(f"units: no module of {type(model).__name__} is matched by {', '.join(missing)}")
     if config.max_unit_bytes is not None:
         chosen = [part for module in chosen for part in _split(module, config)]
     chosen = [module for module in names if module in set(chosen) and any(True for _ in module.parameters())]
@@ -111,6 +112,12 @@ def _rule(units: object) -> Rule:
         return lambda _, module: isinstance(module, classes)
     assert callable(units)
     return units
+
+
+def _unmatched(model: nn.Module, units: object) -> list[str]:
+    """Module classes of a rule that no module is an instance of."""
+    kinds = [units] if inspect.isclass(units) else list(units) if isinstance(units, Iterable) else []
+    return [kind.__name__ for kind in kinds if not any(isinstance(module, kind) for module in model.modules())]
 
 
 def _split(module: nn.Module, config: Config) -> list[nn.Module]:

@@ -19,11 +19,12 @@ import torch
 
 from onenth.comm import Communicator, Label, Transfer
 from onenth.config import Precision
+from onenth.costs import SUM_CHUNK
 from onenth.ledger import Ledger
 from onenth.model_states.parameters import Parameters
 from onenth.states import ModelState, ResidualState
 
-CPU_CHUNK, CHUNK = 2**18, 2**24  # elements summed at a time: a constant scratch; on a CPU, one that its cache holds
+CHUNK = 2**24  # elements summed at a time on an accelerator; on a CPU, SUM_CHUNK, which its cache holds
 
 
 class Gradients:
@@ -56,7 +57,7 @@ class Gradients:
         ledger.register(self.local, ResidualState.LOCAL_GRADIENTS if partitioned else ModelState.GRADIENTS)
         self.views = parameters.slices(self.local)
         self.gaps = self._gaps()
-        self.chunk = CPU_CHUNK if comm.device.type == "cpu" and not comm.native else CHUNK
+        self.chunk = SUM_CHUNK if comm.device.type == "cpu" and not comm.native else CHUNK
         self.sharing: Transfer | None = None
         if partitioned:
             self.local.untyped_storage().resize_(0)
@@ -220,7 +221,8 @@ class Gradients:
     def segment(self, rank: int) -> torch.Tensor:
         """The sum (L,) over `rank`'s segment; this rank's own, or any rank's where sums are whole (stage 0)."""
         held = self.sums if self.sums is not None else self.shard
-        assert held is not None and (self.whole or rank == self.comm.rank)
+        assert held is not None
+        assert self.whole or rank == self.comm.rank
         return self.parameters.segment(held, rank) if self.whole else held
 
     def ensure_shard(self) -> None:

@@ -13,6 +13,7 @@ Tensors (N ranks, L elements a shard):
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,16 +129,23 @@ class Updater:
         """
         for rank, pieces in states.pieces.items():
             chosen = [p for p in pieces if has_gradient[p.range.parameter] and group_of[p.range.parameter] is not None]
-            if not chosen:
-                continue
-            gradient = torch.empty_like(states.segment(rank))
-            self.ledger.register(gradient, ResidualState.STEP)
-            gradient.copy_(gradients.segment(rank))
-            if coefficient != 1.0:
-                gradient.mul_(coefficient)
-            for piece in chosen:
-                piece.tensor.grad = gradient.narrow(0, piece.offset, piece.tensor.numel())
-            self._step(groups, group_of, chosen)
+            if chosen:
+                self._lend_gradients(chosen, states.segment(rank), gradients.segment(rank), coefficient)
+                self._step(groups, group_of, chosen)
+                for piece in chosen:
+                    piece.tensor.grad = None
+
+    def _lend_gradients(
+        self, chosen: list[Piece], updated: torch.Tensor, summed: torch.Tensor, coefficient: float
+    ) -> None:
+        """Give the pieces of one segment their gradients, as views of one tensor that dies with the last of them."""
+        gradient = torch.empty_like(updated)
+        self.ledger.register(gradient, ResidualState.STEP)
+        gradient.copy_(summed)
+        if coefficient != 1.0:
+            gradient.mul_(coefficient)
+        for piece in chosen:
+            piece.tensor.grad = gradient.narrow(0, piece.offset, piece.tensor.numel())
 
     def _step(self, groups: Groups, group_of: Sequence[int | None], chosen: list[Piece]) -> None:
         members: list[list[nn.Parameter]] = [[] for _ in groups]
@@ -152,11 +160,9 @@ class Updater:
         self._widen(tensors)
         self.kind.step(self.inner)
         self._narrow(tensors)
-        for piece in chosen:
-            piece.tensor.grad = None
 
     def _widen(self, tensors: list[nn.Parameter]) -> None:
-        """Moments to the pieces' dtype, which the optimizer computes in; a copy only where they are stored in another."""
+        """Moments to the pieces' dtype, which the optimizer computes in; a copy only where they are stored narrower."""
         for tensor in tensors:
             for name, value in _moments(self.inner.state.get(tensor, {}), tensor):
                 self.inner.state[tensor][name] = value.to(tensor.dtype)
@@ -198,7 +204,10 @@ class Updater:
 
     def finish(self, groups: Groups) -> None:
         """Write what the step changed in its copies of the groups (counters, say) into the user's groups."""
-        for group, copy in zip(groups, self.inner.param_groups, strict=False):
+        if not self.inner.param_groups:  # a rank that holds no piece counts steps all the same
+            self._step(groups, (), [])
+        copies, self.inner.param_groups = self.inner.param_groups, []
+        for group, copy in zip(groups, copies, strict=True):
             group.update({key: value for key, value in copy.items() if key not in ("params", "fused")})
 
     def forget(self, states: OptimizerStates) -> None:
@@ -214,7 +223,7 @@ def bare_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     copy = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__)
     copy.__dict__.pop("step", None)
-    copy.state = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
+    copy.state = defaultdict(dict)
     copy.param_groups = []
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         copy.__dict__[hooks] = type(optimizer.__dict__[hooks])()

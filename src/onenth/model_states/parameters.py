@@ -41,8 +41,8 @@ class Parameters:
         partitioned: bool,
         keep_shard: bool,
     ) -> None:
-        self.names, self.parameters, self.partition, self.comm = names, parameters, partition, comm
-        self.partitioned = partitioned
+        self.names, self.parameters, self.partition = names, parameters, partition
+        self.comm, self.ledger, self.partitioned = comm, ledger, partitioned
         self.shapes = [parameter.shape for parameter in parameters]
         self.full = torch.empty(partition.flat_numel, dtype=dtype, device=comm.device)
         ledger.register(self.full, ResidualState.GATHERED if partitioned else ModelState.PARAMETERS)
@@ -75,7 +75,9 @@ class Parameters:
     @torch.no_grad()
     def gather(self, label: Label) -> Transfer:
         """Start filling the full buffer from every rank's shard. Raises ShardError if a placeholder was written to."""
-        assert self.partitioned and not self.is_whole and self.source is not None
+        assert self.partitioned
+        assert not self.is_whole
+        assert self.source is not None
         self._check_placeholders()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
         self.own.copy_(self.source)
@@ -95,6 +97,10 @@ class Parameters:
 
     def discard(self) -> None:
         """Give the bytes of a gathered buffer back that no module has seen."""
+        if not self.full.untyped_storage().resizable():  # somebody made a NumPy array of it: leave them the memory
+            self.full = torch.empty_like(self.full)
+            self.ledger.register(self.full, ResidualState.GATHERED)
+            self.views = self.slices(self.full)
         self.full.untyped_storage().resize_(0)
         self.is_whole = False
 
@@ -107,9 +113,17 @@ class Parameters:
             self.full.copy_(flat)
 
     def _check_placeholders(self) -> None:
-        if self.comm.simulated or bool(torch.isnan(self.absent).all()):
+        if self.comm.simulated:
             return
-        written = [name for name, lost in zip(self.names, ~torch.isnan(self.absent), strict=True) if lost]
+        written = [
+            name
+            for name, parameter, placeholder in zip(self.names, self.parameters, self.placeholders, strict=True)
+            if parameter.data_ptr() != placeholder.data_ptr() or parameter.dtype != placeholder.dtype
+        ]
+        if not bool(torch.isnan(self.absent).all()):
+            written += [name for name, lost in zip(self.names, ~torch.isnan(self.absent), strict=True) if lost]
+        if not written:
+            return
         raise ShardError(
             f"written to while released, so the values are lost: {', '.join(written)}. "
             "Write inside `with onenth.gathered(module, modify=True):`"

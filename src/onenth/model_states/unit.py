@@ -23,6 +23,7 @@ class Terms:
 
     partitions: the model states that the stage partitions (`states.STAGES`).
     mean: whether gradients are averaged over ranks (otherwise summed).
+    trains: whether there is an optimizer; without one, nothing is kept for gradients.
     """
 
     precision: Precision
@@ -30,6 +31,7 @@ class Terms:
     ledger: Ledger
     partitions: frozenset[str]
     mean: bool
+    trains: bool
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Flat:
         self.parameters.store(flat)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """Parameters gathered and released together.
 
@@ -104,6 +106,9 @@ class Unit:
     name: str
     modules: list[tuple[str, nn.Module]]
     flats: list[Flat] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"unit {self.name}"
 
     @property
     def trainable(self) -> list[Flat]:

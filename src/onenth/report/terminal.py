@@ -45,9 +45,7 @@ def print_equations(parameters: int, ranks: int, console: Console | None = None)
 
 
 def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _model_states(parameters: int) -> Table:

@@ -1,8 +1,9 @@
-"""Module buffers: moved and cast as the precision says, the same on every rank, and the errors that their dtype causes."""
+"""Module buffers: moved and cast as the precision says, alike on every rank, and the errors that their dtype causes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from types import TracebackType
 
 import torch
@@ -57,10 +58,14 @@ def explain_dtype_error(model: nn.Module, error: RuntimeError) -> None:
     if module is None:
         return
     name = next((name for name, one in model.named_modules() if one is module), "") or "the model itself"
+    tables: list[tuple[str, Mapping[str, torch.Tensor | None]]] = [
+        ("parameter", module._parameters),
+        ("buffer", module._buffers),
+    ]
     held = [
         f"{what} {key} is {str(value.dtype).removeprefix('torch.')}"
-        for what, table in (("parameter", module._parameters), ("buffer", module._buffers))
-        for key, value in dict.items(table)
+        for what, table in tables
+        for key, value in table.items()
         if value is not None and value.is_floating_point()
     ]
     kind = type(module).__name__

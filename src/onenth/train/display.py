@@ -45,8 +45,7 @@ class Display:
         self._line(
             "batch",
             f"{options.batch * options.sequence:,} tokens = {ranks} ranks x {options.rank_batch(ranks)} "
-            f"sequences x {options.sequence} tokens"
-            + (f" x {accumulation} backwards" if accumulation > 1 else ""),
+            f"sequences x {options.sequence} tokens" + (f" x {accumulation} backwards" if accumulation > 1 else ""),
         )
         self._line("ranks", f"{ranks} on {world.device.type}, ZeRO stage {options.stage}")
 
@@ -56,8 +55,7 @@ class Display:
         self._line("model", f"{material.model_config.model_type}, {parameters:,} parameters")
         self._line(
             "text",
-            f"{words.training.numel():,} tokens and {words.held_out.numel():,} held out, "
-            f"of {words.files:,} files",
+            f"{words.training.numel():,} tokens and {words.held_out.numel():,} held out, of {words.files:,} files",
         )
         self._line("output", str(material.output))
 
@@ -137,6 +135,5 @@ class Display:
 def _printable(written: str) -> str:
     """Without the control characters that a model may write, and a terminal obey."""
     return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for letter in written
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in written
     )

@@ -51,7 +51,7 @@ class Evaluation:
         """Mean cross-entropy in nats a token over all ranks' sequences."""
         windows, total = self.windows(), 0.0
         with evaluating(model), torch.no_grad():
-            for batch in windows.split(self.micro_batch):
+            for batch in torch.split(windows, self.micro_batch):
                 total += float(causal_loss(model, batch.to(device))) * len(batch)
         sums = gather_numbers([total, float(len(windows))], device)
         return sum(row[0] for row in sums) / sum(row[1] for row in sums)

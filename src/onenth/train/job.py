@@ -56,9 +56,7 @@ class Job:
         model = build(material.model_config, options.model, seed=options.seed, rank=world.rank)
         display.material(model, material)
         unsharded = unsharded_bytes(model, self.config.dtypes)
-        model, optimizer = shard(
-            model, adamw(model, lr=options.lr, weight_decay=options.weight_decay), self.config
-        )
+        model, optimizer = shard(model, adamw(model, lr=options.lr, weight_decay=options.weight_decay), self.config)
         start = self._resume(material, model, optimizer)
         with ExitStack() as stack:
             loop = self._loop(material, model, optimizer, self._sinks(material, start, stack))
@@ -132,5 +130,5 @@ def _quiet_transformers() -> None:
     """Its hints are for people who write the code that calls it; its errors are raised all the same."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -58,7 +58,5 @@ def prepare(options: Options, *, rank: int) -> Material:
 
 def _open_directory(output: Path, *, resumed: bool) -> None:
     if (output / "metrics.jsonl").exists() and not resumed:
-        raise ConfigError(
-            f"--output {output}: holds a run already; name another directory, or --resume {output}"
-        )
+        raise ConfigError(f"--output {output}: holds a run already; name another directory, or --resume {output}")
     output.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import socket
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from onenth.train.files import write_whole
+from onenth.train.files import Appended, write_whole
 
 Record = dict[str, Any]
 
@@ -24,33 +25,23 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A file of JSON lines. Each is written at once, and taken back if the disk could not hold all of it.
+    """A file of JSON lines.
 
     path: the file; what it holds up to step `after` is kept (None: it must not be there yet).
     """
 
     def __init__(self, path: Path, *, after: int | None = None) -> None:
-        self._path = path
         if after is not None and path.exists():
             write_whole(path, _up_to(path, after))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._file = os.open(path, flags if after is not None else flags | os.O_EXCL, 0o644)
+        self._file = Appended(path, new=after is None)
 
     def write(self, record: Record) -> None:
-        """Append one line. Raises OSError, with the file as it was before, if there is no room."""
-        line = (json.dumps(record) + "\n").encode()
-        before = os.fstat(self._file).st_size
-        try:
-            written = os.write(self._file, line)
-            if written < len(line):
-                os.write(self._file, line[written:])
-        except OSError as error:
-            os.ftruncate(self._file, before)
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        """Append one line, whole or not at all."""
+        self._file.write((json.dumps(record) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        self._file.close()
 
 
 def _up_to(path: Path, step: int) -> bytes:
@@ -60,27 +51,43 @@ def _up_to(path: Path, step: int) -> bytes:
 
 
 class TensorBoard:
-    """TensorBoard event files: every number of a record, by its name."""
+    """A TensorBoard event file: every number of a record, by its name.
+
+    Written here and not by TensorBoard's writer, whose thread would keep a full disk to itself.
+    directory: where the file goes; what others in it hold after step `after` no longer counts.
+    """
 
     def __init__(self, directory: Path, *, after: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        purge = None if after is None else after + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge)  # type: ignore[no-untyped-call]
+        directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._file = Appended(directory / name, new=True)
+        self._records = RecordWriter(self._file)
+        self._event = Event
+        self._put(file_version="brain.Event:2")
+        if after is not None:
+            self._put(step=after + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, record: Record) -> None:
         """Add the record's numbers."""
+        from torch.utils.tensorboard.summary import scalar
+
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                self._writer.add_scalar(name, value, record.get("step", 0))  # type: ignore[no-untyped-call]
+            if name != "step" and isinstance(value, int | float):
+                self._put(step=record["step"], summary=scalar(name, value))
+
+    def _put(self, **content: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
-        """Flush and close the files."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        """Close the file."""
+        self._file.close()
 
 
 def sinks(output: Path, *, after: int | None) -> list[Sink]:
-    """Where a run that writes to `output` puts metrics; `after`: the step it goes on from, None at the start."""
+    """Where a run puts its metrics, below `output`; `after`: the step it goes on from, None at the start."""
     found: list[Sink] = [JsonLines(output / "metrics.jsonl", after=after)]
     if importlib.util.find_spec("tensorboard") is not None:
         found.append(TensorBoard(output / "tensorboard", after=after))

@@ -31,9 +31,7 @@ def configuration(path: Path | None, *, vocabulary: int, sequence: int) -> Any:
         raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from error
     text = config.get_text_config()
     if text.vocab_size < vocabulary:
-        raise ConfigError(
-            f"--model {path}: {text.vocab_size} tokens, fewer than the vocabulary's {vocabulary}"
-        )
+        raise ConfigError(f"--model {path}: {text.vocab_size} tokens, fewer than the vocabulary's {vocabulary}")
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and sequence > limit:
         raise ConfigError(f"--sequence {sequence}: --model {path} has {limit} positions")
@@ -68,11 +66,9 @@ def build(config: Any, path: Path | None, *, seed: int, rank: int) -> nn.Module:
     try:
         with torch.device("meta") if rank else contextlib.nullcontext():
             if weights and not rank:
-                model = AutoModelForCausalLM.from_pretrained(
-                    str(path), dtype=torch.float32, local_files_only=True
-                )
+                model = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True)
             else:
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {path}: {str(error).splitlines()[0]}") from error
     return model.train()  # type: ignore[no-any-return]

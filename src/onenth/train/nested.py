@@ -30,9 +30,7 @@ def split(value: Any, tensors: dict[str, torch.Tensor], name: str = "") -> Any:
         return {"tuple": entries} if isinstance(value, tuple) else entries
     if isinstance(value, _PLAIN):
         return value
-    raise CheckpointError(
-        f"{name or 'the state'} is a {type(value).__name__}: tensors and plain values can be saved"
-    )
+    raise CheckpointError(f"{name or 'the state'} is a {type(value).__name__}: tensors and plain values can be saved")
 
 
 def join(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -117,11 +117,7 @@ def _out_of_range(options: Options) -> list[str]:
 def _missing(options: Options) -> list[str]:
     given = [("model", options.model), ("tokenizer", options.tokenizer), ("resume", options.resume)]
     given += [("text", path) for path in options.text]
-    wrong = [
-        f"{flag(name)} {path}: no such file or directory"
-        for name, path in given
-        if path and not path.exists()
-    ]
+    wrong = [f"{flag(name)} {path}: no such file or directory" for name, path in given if path and not path.exists()]
     if options.output is not None and options.output.exists() and not options.output.is_dir():
         wrong.append(f"--output {options.output}: is a file, a directory is meant")
     return wrong

@@ -27,9 +27,7 @@ def _plain(value: Any) -> Any:
 
 
 def _options(values: dict[str, Any]) -> Options:
-    paths = {
-        name: Path(values[name]) for name in ("model", "tokenizer", "output") if values[name] is not None
-    }
+    paths = {name: Path(values[name]) for name in ("model", "tokenizer", "output") if values[name] is not None}
     return Options(**values | paths | {"text": tuple(map(Path, values["text"]))})
 
 

@@ -68,11 +68,7 @@ def find(path: Path) -> Path:
     """The save at `path`, or the newest one in it."""
     if (path / "run.json").is_file():
         return path
-    saves = [
-        entry
-        for entry in path.glob("step-*")
-        if _NAME.fullmatch(entry.name) and (entry / "run.json").is_file()
-    ]
+    saves = [entry for entry in path.glob("step-*") if _NAME.fullmatch(entry.name) and (entry / "run.json").is_file()]
     if not saves:
         raise CheckpointError(f"{path}: holds no complete save (a directory step-… with run.json)")
     return max(saves, key=lambda entry: int(entry.name.removeprefix("step-")))

@@ -41,7 +41,9 @@ def read(paths: Sequence[Path], vocabulary: Vocabulary, *, sequence: int) -> Tex
 
     Raises ConfigError if a part is shorter than one sequence, and OSError for a file that cannot be read.
     """
-    training, held_out, digest, files = [], [], hashlib.sha256(str(vocabulary.size).encode()), 0
+    training: list[torch.Tensor] = []
+    held_out: list[torch.Tensor] = []
+    digest, files = hashlib.sha256(str(vocabulary.size).encode()), 0
     for name, path in sorted(_named(paths), key=lambda entry: entry[0]):
         content = path.read_bytes()
         digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -67,9 +69,7 @@ def _named(paths: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     """(name, path) of every file of text; a name is the path below the directory that was given."""
     if not paths:
         library = Path(sysconfig.get_paths()["stdlib"])
-        sources = (
-            path for path in library.rglob("*.py") if not _LEFT_OUT & {*path.relative_to(library).parts}
-        )
+        sources = (path for path in library.rglob("*.py") if not _LEFT_OUT & {*path.relative_to(library).parts})
         yield from _below(library, sources)
     for path in paths:
         if path.is_dir():

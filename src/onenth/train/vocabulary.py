@@ -61,9 +61,7 @@ class Tokenizer:
 
     def encode(self, text: bytes) -> torch.Tensor:
         """Tokens without the special ones that some tokenizers add."""
-        ids = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
+        ids = self._tokenizer(text.decode(errors="replace"), add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
     def decode(self, tokens: torch.Tensor) -> str:

@@ -67,9 +67,7 @@ def test_without_modify_changes_are_dropped(pool: Pool) -> None:
     assert pool.run(2, check_read_only)[0] == []
 
 
-def changes_by_rank_0(
-    group: dist.ProcessGroup, stage: int, precision: str
-) -> tuple[list[str], int, set[float]]:
+def changes_by_rank_0(group: dist.ProcessGroup, stage: int, precision: str) -> tuple[list[str], int, set[float]]:
     """Entries of the full state that changed, how many elements of them, their new values; at rank 0."""
     model, optimizer = toys.shard_toy(group, stage=stage, precision=precision)
     toys.train(model, optimizer, group.rank())

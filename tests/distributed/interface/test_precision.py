@@ -135,9 +135,7 @@ class WithInner(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(toys.INPUT, toys.WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(make_inner(), nn.Linear(toys.WIDTH, toys.WIDTH)) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(make_inner(), nn.Linear(toys.WIDTH, toys.WIDTH)) for _ in range(2))
         self.head = nn.Linear(toys.WIDTH, toys.OUTPUT)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -151,9 +149,7 @@ def batch_norm() -> nn.Module:
     return nn.BatchNorm1d(toys.WIDTH)
 
 
-def train_with_inner(
-    group: dist.ProcessGroup, make_inner: Callable[[], nn.Module], precision: object
-) -> None:
+def train_with_inner(group: dist.ProcessGroup, make_inner: Callable[[], nn.Module], precision: object) -> None:
     model: nn.Module = WithInner(make_inner)
     optimizer = toys.adamw(list(model.parameters()))
     model, sharded = onenth.shard(model, optimizer, group=group, stage=3, precision=precision)

@@ -46,18 +46,14 @@ def check_what_shard_keeps(group: dist.ProcessGroup, stage: int) -> None:
     assert sharded is model
     assert isinstance(wrapped, torch.optim.Optimizer)
     assert isinstance(wrapped, onenth.ShardedOptimizer)
-    assert [id(entry) for entry in wrapped.param_groups] == [id(entry) for entry in groups], (
-        "other group dicts"
-    )
+    assert [id(entry) for entry in wrapped.param_groups] == [id(entry) for entry in groups], "other group dicts"
     assert settings == [
         {name: value for name, value in entry.items() if name in before}
         for entry, before in zip(wrapped.param_groups, settings, strict=True)
     ]
     assert members == [[id(value) for value in entry["params"]] for entry in wrapped.param_groups]
     assert [name for name, _ in sharded.named_parameters()] == names
-    assert shapes == {
-        name: (value.shape, value.dtype, value.device) for name, value in sharded.named_parameters()
-    }
+    assert shapes == {name: (value.shape, value.dtype, value.device) for name, value in sharded.named_parameters()}
     assert {id(value) for value in sharded.parameters()} == {entry for group in members for entry in group}
     assert repr(sharded).startswith("Toy(")
     assert "0.003" in repr(wrapped), "the optimizer no longer shows its settings"
@@ -221,9 +217,7 @@ def bytes_of_parameters(group: dist.ProcessGroup) -> list[int]:
     for settings in ({}, {"stage": 3}, {"precision": "fp32"}):
         model = toys.toy()
         optimizer = toys.adamw(list(model.parameters()))
-        held.append(
-            onenth.memory_report(*onenth.shard(model, optimizer, config, group=group, **settings)).parameters
-        )
+        held.append(onenth.memory_report(*onenth.shard(model, optimizer, config, group=group, **settings)).parameters)
     return held
 
 

@@ -51,9 +51,7 @@ def norm_without_clipping(group: dist.ProcessGroup) -> tuple[float, float]:
     optimizer.step()
     plain = toys.toy()
     toys.plain_backward(plain, 0, group.size())
-    return float(optimizer.grad_norm), float(
-        nn.utils.get_total_norm([value.grad for value in plain.parameters()])
-    )
+    return float(optimizer.grad_norm), float(nn.utils.get_total_norm([value.grad for value in plain.parameters()]))
 
 
 def test_grad_norm_is_there_without_clipping(pool: Pool) -> None:
@@ -248,5 +246,5 @@ def check_step_without_backward(group: dist.ProcessGroup) -> None:
 
 
 def test_step_without_gradients_changes_nothing(pool: Pool) -> None:
-    """A step without gradients updates and counts nothing, as in plain PyTorch, and leaves the groups alone."""
+    """A step without gradients updates and counts nothing, as in plain PyTorch, and leaves groups alone."""
     pool.run(2, check_step_without_backward)

@@ -47,7 +47,7 @@ def results_by_rule(group: dist.ProcessGroup, stage: int) -> tuple[float, dict[s
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_how_a_model_is_cut_changes_no_bit(pool: Pool, stage: int) -> None:
-    """Units by class, by function, split or kept gathered all train to the bits of "auto", which are right."""
+    """Units by class, by function, split or kept gathered train to the bits of "auto", which are right."""
     distance, differences = pool.run(2, results_by_rule, stage)[0]
     assert distance <= 1e-5
     assert differences == {rule: [] for rule in RULES}
@@ -110,9 +110,7 @@ def is_body(name: str, module: nn.Module) -> bool:
 def train_deep(group: dist.ProcessGroup, **settings: Any) -> dict[str, Tensor]:
     model: nn.Module = Deep()
     optimizer = toys.sgd(list(model.parameters()))
-    model, sharded = onenth.shard(
-        model, optimizer, group=group, stage=3, precision="fp32", units=is_body, **settings
-    )
+    model, sharded = onenth.shard(model, optimizer, group=group, stage=3, precision="fp32", units=is_body, **settings)
     for step in range(2):
         source = torch.Generator().manual_seed(10 * step + group.rank())
         sharded.backward(F.mse_loss(model(torch.randn(2, 64, generator=source)), torch.ones(2, 64)))
@@ -122,8 +120,8 @@ def train_deep(group: dist.ProcessGroup, **settings: Any) -> dict[str, Tensor]:
 
 
 def check_max_bytes(group: dist.ProcessGroup) -> None:
-    # Half of the parameters and of the gradients, and six Linears in passing: two gathered, two local gradients,
-    # and what an exchange receives and sums. Half of the parameters and the whole body would be more.
+    # Half of the parameters and of the gradients, and six Linears in passing: two gathered, local gradients of
+    # two, and what an exchange receives and sums. Half of the parameters and the whole body would be more.
     cap = DEEP_BYTES + 6 * LINEAR_BYTES
     free = train_deep(group)
     split = train_deep(group, max_bytes=cap, max_unit_bytes=LINEAR_BYTES)
@@ -135,5 +133,5 @@ def check_max_bytes(group: dist.ProcessGroup) -> None:
 
 
 def test_max_bytes_and_max_unit_bytes(pool: Pool) -> None:
-    """A cap that the unsplit unit breaks is an error naming it; split into smaller units the same job fits."""
+    """A cap that the unsplit unit breaks is an error naming it; in smaller units the same job fits."""
     pool.run(2, check_max_bytes)

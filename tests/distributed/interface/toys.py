@@ -111,18 +111,14 @@ def shard_toy(
     return onenth.shard(model, optimizer, group=group, **({"stage": 3, "precision": "fp32"} | settings))
 
 
-def train(
-    model: nn.Module, optimizer: onenth.ShardedOptimizer, rank: int, steps: range = range(STEPS)
-) -> None:
+def train(model: nn.Module, optimizer: onenth.ShardedOptimizer, rank: int, steps: range = range(STEPS)) -> None:
     for step in steps:
         optimizer.backward(loss_of(model, batch(step, rank)))
         optimizer.step()
         optimizer.zero_grad()
 
 
-def trained_state(
-    group: dist.ProcessGroup, build_optimizer: BuildOptimizer = adamw, **settings: Any
-) -> State:
+def trained_state(group: dist.ProcessGroup, build_optimizer: BuildOptimizer = adamw, **settings: Any) -> State:
     model, optimizer = shard_toy(group, build_optimizer, **settings)
     train(model, optimizer, group.rank())
     return onenth.full_state_dict(model)

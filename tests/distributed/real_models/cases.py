@@ -82,9 +82,7 @@ def lora_llama(checkpointed: bool = False) -> nn.Module:
         base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": True})
         base.enable_input_require_grads()
     # init_lora_weights=False: with B = 0 half of the adapters would have no gradient in the first step
-    adapters = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     return peft.get_peft_model(base, adapters)
 
 

@@ -35,9 +35,7 @@ def train_plain(case: Case, ranks: int) -> tuple[State, State]:
     return initial, model.state_dict()
 
 
-def train_sharded(
-    group: dist.ProcessGroup, case: Case, **settings: Any
-) -> tuple[nn.Module, onenth.ShardedOptimizer]:
+def train_sharded(group: dist.ProcessGroup, case: Case, **settings: Any) -> tuple[nn.Module, onenth.ShardedOptimizer]:
     model = case.build().train()
     model, optimizer = onenth.shard(model, adamw(model), group=group, **settings)
     for step in range(STEPS):
@@ -64,9 +62,7 @@ def distances_to_plain(
     return relative_distance(initial, final), [relative_distance(state, final) for state in states]
 
 
-def differences_to_first(
-    group: dist.ProcessGroup, name: str, runs: Sequence[dict[str, Any]]
-) -> list[list[str]]:
+def differences_to_first(group: dist.ProcessGroup, name: str, runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """For each run after the first: entries of the trained state whose bits differ from the first's."""
     first, *others = [trained_state(group, CASES[name], **settings) for settings in runs]
     return [entries_that_differ(first, other) for other in others]

@@ -70,7 +70,7 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def sgd(model: nn.Module) -> Optimizer:
-    """For parameters whose true gradient is zero (key biases): Adam turns noise into full steps."""
+    """For parameters whose true gradient is zero (biases of keys, or before a norm): Adam follows noise."""
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
@@ -136,9 +136,7 @@ def train_plain(job: Job, ranks: int) -> dict[str, Tensor]:
 def shard_job(group: Any, job: Job, stage: int, **settings: Any) -> tuple[nn.Module, Any]:
     """The job's model and optimizer, sharded in fp32 unless `settings` say otherwise."""
     model = job.model()
-    return onenth.shard(
-        model, job.optimizer(model), group=group, stage=stage, **({"precision": "fp32"} | settings)
-    )
+    return onenth.shard(model, job.optimizer(model), group=group, stage=stage, **({"precision": "fp32"} | settings))
 
 
 def train_steps(group: Any, job: Job, model: nn.Module, optimizer: Any, stage: int) -> None:
@@ -178,9 +176,7 @@ def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[fl
     return worst
 
 
-def deviations(
-    group: Any, job: Job, stages: Sequence[int], settings: dict[str, Any]
-) -> dict[int, tuple[float, str]]:
+def deviations(group: Any, job: Job, stages: Sequence[int], settings: dict[str, Any]) -> dict[int, tuple[float, str]]:
     """On rank 0: stage -> deviation from plain PyTorch after the whole job. Runs on ranks."""
     expected = train_plain(job, dist.get_world_size(group))
     found = {}

@@ -126,9 +126,7 @@ def create_graph_in_backward(group: Any) -> list[dict[str, Tensor]]:
     for stage in (0, 3):
         for create_graph in (False, True):
             model, optimizer = shard_job(group, Job(), stage)
-            optimizer.backward(
-                model(batch(0, dist.get_rank(group))).square().mean(), create_graph=create_graph
-            )
+            optimizer.backward(model(batch(0, dist.get_rank(group))).square().mean(), create_graph=create_graph)
             optimizer.step()
             optimizer.zero_grad()
             states.append(onenth.full_state_dict(model))

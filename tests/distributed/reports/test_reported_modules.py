@@ -242,7 +242,7 @@ def test_weight_norm(pool, build):
 
 def test_batch_norm(pool):
     """Running statistics end as rank 0's, the integer count of batches included."""
-    assert_same_training(pool, Job(batch_norm))
+    assert_same_training(pool, Job(batch_norm, optimizer=sgd))
 
 
 def test_buffers_of_every_kind(pool):

@@ -35,21 +35,33 @@ class Adapted(Block):
         return super().forward(x) + self.out(self.into(x))
 
 
-class Skipping(Stack):
-    """Runs the blocks that `order` names; `side` and an extra parameter of block 1 only when asked to."""
+class Gated(Block):
+    """A block with a parameter and a layer that are used only when asked to."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+        self.gate = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
+        x = super().forward(x)
+        return x * self.extra + self.gate(x) if gated else x
+
+
+class Skipping(Stack):
+    """Runs the blocks that `order` names, block 1 gated or not, and a layer of the root's when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated)
         self.side = nn.Linear(WIDTH, WIDTH)
-        self.blocks[1].extra = nn.Parameter(torch.ones(WIDTH))
         self.never = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2), with_side: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, order: tuple[int, ...] = (0, 1, 2), gated: bool = False, with_side: bool = False
+    ) -> Tensor:
         x = self.embed(x)
         for index in order:
-            x = self.blocks[index](x)
-            if index == 1 and with_side:
-                x = x * self.blocks[1].extra
+            x = self.blocks[index](x, gated and index == 1)
         return self.head(x + self.side(x) if with_side else x)
 
 
@@ -120,16 +132,18 @@ def add_first_block_late(model: nn.Module, optimizer: Optimizer, step: int) -> N
 
 
 def unused_at_times(model: nn.Module, step: int, rank: int) -> Iterator[Tensor]:
-    """A layer and a block's parameter are used in steps 0 and 3, block 2 in all but step 2; on all ranks."""
-    yield (
-        model(batch(step, rank), order=(0, 1) if step == 2 else (0, 1, 2), with_side=step in (0, 3))
-        .square()
-        .mean()
-    )
+    """A layer, and part of a block, are used in steps 0 and 3, block 2 in all but step 2; on all ranks."""
+    order = (0, 1) if step == 2 else (0, 1, 2)
+    used = step in (0, 3)
+    yield model(batch(step, rank), order, gated=used, with_side=used).square().mean()
 
 
 def unused_on_one_rank(model: nn.Module, step: int, rank: int) -> Iterator[Tensor]:
-    """Rank 0 uses the side layer in steps 0 and 2, the others never do."""
+    """Rank 0 uses all of block 1 in steps 0 and 2, the others never do."""
+    yield model(batch(step, rank), gated=rank == 0 and step != 1).square().mean()
+
+
+def layer_used_on_one_rank(model: nn.Module, step: int, rank: int) -> Iterator[Tensor]:
     yield model(batch(step, rank), with_side=rank == 0 and step != 1).square().mean()
 
 
@@ -214,8 +228,8 @@ def test_unused_on_one_rank(pool):
     assert_same_training(pool, Job(skipping, unused_on_one_rank), ranks=(2, 3))
 
 
-@pytest.mark.parametrize("losses", [block_skipped_on_one_rank, blocks_in_opposite_order])
-def test_blocks_that_run_differently_on_each_rank(pool, losses):
+@pytest.mark.parametrize("losses", [layer_used_on_one_rank, block_skipped_on_one_rank, blocks_in_opposite_order])
+def test_units_that_run_differently_on_each_rank(pool, losses):
     """Below stage 3, gradients may complete in any order on each rank; equal sizes must not be swapped."""
     assert_same_training(pool, Job(skipping, losses), stages=(0, 1, 2))
 

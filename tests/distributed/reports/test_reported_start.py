@@ -78,18 +78,14 @@ def fill(module: nn.Module) -> None:
         nn.init.constant_(tensor, 0.125 * (1 + tensor.ndim))
 
 
-def start(
-    group: Any, job: Job, build: Callable[[], nn.Module], stage: int, **arguments: Any
-) -> dict[str, Tensor]:
+def start(group: Any, job: Job, build: Callable[[], nn.Module], stage: int, **arguments: Any) -> dict[str, Tensor]:
     """The state dict at rank 0 right after `shard` of whatever `build` makes. Runs on ranks."""
     model = build()
     onenth.shard(model, job.optimizer(model), group=group, stage=stage, precision="fp32", **arguments)
     return onenth.full_state_dict(model)
 
 
-def train(
-    group: Any, job: Job, build: Callable[[], nn.Module], stage: int, **arguments: Any
-) -> dict[str, Tensor]:
+def train(group: Any, job: Job, build: Callable[[], nn.Module], stage: int, **arguments: Any) -> dict[str, Tensor]:
     """The state dict at rank 0 after the job's steps, started from whatever `build` makes. Runs on ranks."""
     model = build()
     model, optimizer = onenth.shard(

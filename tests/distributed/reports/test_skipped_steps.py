@@ -70,9 +70,7 @@ def train_step(group: Any, model: nn.Module, optimizer: Any, step: int, factor: 
     optimizer.zero_grad()
 
 
-def train_with_poisoned_steps(
-    group: Any, stage: int, factor: float
-) -> tuple[dict[str, Tensor], list[Any], list[str]]:
+def train_with_poisoned_steps(group: Any, stage: int, factor: float) -> tuple[dict[str, Tensor], list[Any], list[str]]:
     """The job with a poisoned step before each good one: state, (skipped, count) by step, log lines."""
     model, optimizer = shard_job(group, JOB, stage, max_skipped=2)
     skips = []

@@ -1,0 +1,7 @@
+"""`python -m onenth`: the command line."""
+
+import sys
+
+from onenth.cli import main
+
+sys.exit(main())
