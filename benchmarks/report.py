@@ -117,8 +117,8 @@ In a round every system trains {steps} steps in turn, each on its own processes.
 slowest rank, and a round's figure is the median of its steps. "ms a step" is the median over the
 {rounds} rounds. A ratio is the median over rounds of the ratio within a round, so a machine that slows down for
 a while doesn't count against one system. All train the same weights on the same tokens, forward and backward in
-bf16, with AdamW; the losses after equally many steps show that they do. "Compute alone" is no training: its
-ranks share nothing.
+bf16, with AdamW; the losses after the first round show that they do. "Compute alone" is no training:
+its ranks share nothing.
 
 Peak live bytes are those of all tensors during one step, storages that are resized in place included:
 the allocator events of PyTorch's profiler, on the rank that has most. Peak RSS counts from the process's

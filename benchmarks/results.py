@@ -14,7 +14,7 @@ class Result:
     """One system on one job, over all rounds.
 
     seconds: round -> its median step; a step takes as long as its slowest rank.
-    loss: after the last step, averaged over ranks.
+    loss: after the first round, averaged over ranks; later, rounding makes trajectories drift apart.
     live_bytes: the most bytes of live tensors during a step, on the rank that has most.
     resident_bytes: the most resident bytes of a rank.
     problem: why it was skipped or stopped.
@@ -30,7 +30,8 @@ class Result:
         """Take in the timed steps of one round."""
         slowest = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
         self.seconds[round_] = median(slowest)
-        self.loss = fmean(rank.loss for rank in ranks)
+        if self.loss is None:
+            self.loss = fmean(rank.loss for rank in ranks)
         self.resident_bytes = max(self.resident_bytes, *(rank.resident_bytes for rank in ranks))
 
     @property

@@ -82,7 +82,7 @@ class _JobRun:
             self._open[name] = sessions.enter_context(Session(name, self._job, self._plan.ranks))
         result = self._results[name]
         result.add(round_, self._open[name].steps(self._plan.steps))
-        return f"{result.seconds[round_] * 1e3:.0f} ms a step, loss {result.loss:.3f}"
+        return f"{result.seconds[round_] * 1e3:.0f} ms a step"
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> Results:

@@ -248,20 +248,19 @@ BLOCK = [FlatBuffer((1024, 256))]  # over two ranks: shards of 640
 
 
 def test_backward_peak_worked_by_hand() -> None:
-    """Stage 3, two ranks, root and three blocks: the worst moment is while the second block fills."""
+    """Stage 3, two ranks, root and three blocks: the worst moment is when the second is done and the third is summed."""
     items = backward_peak([ROOT, BLOCK, BLOCK, BLOCK], Placement(stage=3, ranks=2), SIZES)
     assert items == {
         "parameters": 0,
-        "gradients": 640 * 2,  # the last block's shard
+        "gradients": 640 * 2,  # the shard that the third block's sum goes to
         "master": (64 + 3 * 640) * 4,
         "exp_avg": (64 + 3 * 640) * 4,
         "exp_avg_sq": (64 + 3 * 640) * 4,
         "step": 4 * 4,  # a piece of the root, and the first parameter of each block, lie on rank 0
-        "gathered": 2 * (64 + 640 + 640) * 2,
+        "gathered": 2 * (64 + 640) * 2,  # the root, and the first block ahead of its use
         "local_gradients": 2 * (64 + 640 + 640) * 2,
         "receive": 640 * 2,
-        "sums": 640 * (4 + 2),  # as it is formed, and rounded to 16 bits
-        "other": 1024 * 2,
+        "sums": 640 * (4 + 2 + 4),  # as it is formed, rounded to 16 bits, and a slice widened to be added
     }
 
 

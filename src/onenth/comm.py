@@ -107,7 +107,7 @@ class Communicator:
         if self.size == 1:
             return self._transfer(label, [], ())
         if self.native:
-            work = dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)
+            work = dist.all_gather_single(flat, own, group=self.group, async_op=True)
             return self._transfer(label, [(work, None)], (flat,))
         return self._swap(label, lambda _: own, lambda peer: flat.narrow(0, peer * length, length), (flat,))
 

@@ -283,13 +283,14 @@ def _backward_moments(
     computing[ResidualState.OTHER] = max(singles, default=0)
     if is_partitioned(ModelState.GRADIENTS, at.stage):
         summing[ModelState.GRADIENTS] += local(flying) // at.ranks
-    scratch = [
-        min(_shard_numel(flat, at), SUM_CHUNK) * (sizes.sums + flat.gradient_itemsize)
-        for flat in flying
-        if flat.trainable
-    ]
-    summing[ResidualState.SUMS] = max(scratch, default=0)
+    summing[ResidualState.SUMS] = max((_sum_scratch(flat, at, sizes) for flat in flying if flat.trainable), default=0)
     return computing, summing
+
+
+def _sum_scratch(flat: FlatBuffer, at: Placement, sizes: ItemSizes) -> int:
+    """Bytes in which a chunk is added up and rounded; adding a narrower slice, PyTorch widens a copy of it."""
+    widened = sizes.sums if at.ranks > 1 and flat.gradient_itemsize < sizes.sums else 0
+    return min(_shard_numel(flat, at), SUM_CHUNK) * (sizes.sums + flat.gradient_itemsize + widened)
 
 
 def step_peak(units: Sequence[Unit], at: Placement, sizes: ItemSizes) -> dict[str, int]:

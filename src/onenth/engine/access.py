@@ -152,7 +152,9 @@ def set_gradient(engine: Engine, slot: Slot, value: torch.Tensor) -> None:
         raise ShardError(f"parameter {slot.name} is frozen: it has no gradient to set")
     gradients.ensure_shard()
     if value.shape != slot.flat.parameters.shapes[slot.index]:
-        raise ShardError(f"gradient of {slot.name}: {tuple(value.shape)} given, {tuple(slot.parameter.shape)} needed")
+        raise ShardError(
+            f"gradient of {slot.name}: shape {tuple(value.shape)} given, {tuple(slot.parameter.shape)} needed"
+        )
     scaled = value.reshape(-1) * engine.scaler.scale if engine.scaler.active else value.reshape(-1)
     for owned in slot.flat.parameters.partition.owners(slot.index):
         if gradients.whole or owned.rank == engine.comm.rank:

@@ -69,8 +69,8 @@ def build_units(
     names = {parameter: name for name, parameter in model.named_parameters()}
     users: dict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        first = [owner[p] for p in module._parameters.values() if p is not None]
-        users[first[0] if first else 0].append(module)
+        for index in {owner[p] for p in module._parameters.values() if p is not None} or {0}:
+            users[index].append(module)
     units, differed = [], False
     for index, (name, modules) in enumerate(choices):
         for module in users[index]:
@@ -79,7 +79,7 @@ def build_units(
         mine = {p: names[p] for p, one in owner.items() if one == index and p.is_floating_point()}
         unit.flats = make_flats(mine, terms, updated, fp32)
         for flat in unit.flats:
-            values: list[torch.Tensor | None] = [p.data for p in flat.parameters.parameters]
+            values = [None if p in materializer.unknown else p.data for p in flat.parameters.parameters]
             differed |= loading.distribute(flat, values, terms.comm, f"unit {name}'s parameters")
             del values
             loading.place(flat)

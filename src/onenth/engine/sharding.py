@@ -39,7 +39,7 @@ def shard(
     choices = choose(model, config)
     replicated = layout.replicate(model, terms)
     units, differed = layout.build_units(model, choices, terms, updated, materializer)
-    differed |= buffers.place(model, config.dtypes, comm, terms.ledger)
+    differed |= buffers.place(model, config.dtypes, comm, terms.ledger, materializer.unknown)
     engine = Engine(model, units, config, terms)
     _hook(engine)
     sharded = None if optimizer is None else _take_over(engine, optimizer)
@@ -133,10 +133,11 @@ def _hook(engine: Engine) -> None:
 
 def _forbid_cache(model: nn.Module) -> None:
     """A block that is run again must not find what its first run put into a cache (transformers' `use_cache`)."""
-    settings = getattr(model, "config", None)
-    if getattr(settings, "use_cache", False):
-        settings.use_cache = False  # type: ignore[union-attr]
-        log.info("activations='recompute': config.use_cache is off now")
+    settings = {id(one): one for module in model.modules() if (one := getattr(module, "config", None)) is not None}
+    for one in settings.values():
+        if getattr(one, "use_cache", False):
+            one.use_cache = False
+            log.info("activations='recompute': use_cache of %s is off now", type(one).__name__)
 
 
 def _take_over(engine: Engine, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:

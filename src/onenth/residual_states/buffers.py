@@ -17,10 +17,12 @@ from onenth.states import ResidualState
 
 
 @torch.no_grad()
-def place(model: nn.Module, precision: Precision, comm: Communicator, ledger: Ledger) -> bool:
+def place(
+    model: nn.Module, precision: Precision, comm: Communicator, ledger: Ledger, unknown: set[torch.Tensor]
+) -> bool:
     """Move every buffer to the device, cast it, and give every rank rank 0's; returns whether this rank's differed.
 
-    A buffer that several modules share stays shared.
+    A buffer that several modules share stays shared. unknown: buffers that this rank has no values of.
     """
     placed: dict[torch.Tensor, torch.Tensor] = {}
     differed = False
@@ -32,7 +34,7 @@ def place(model: nn.Module, precision: Precision, comm: Communicator, ledger: Le
                 placed[buffer] = _cast(buffer, precision, comm.device)
                 own = placed[buffer].clone()
                 comm.broadcast(placed[buffer], f"buffer {name}.{key}".replace(" .", " "))
-                differed |= not buffer.is_meta and not comm.simulated and not equal(own, placed[buffer])
+                differed |= buffer not in unknown and not comm.simulated and not equal(own, placed[buffer])
                 ledger.register(placed[buffer], ResidualState.BUFFERS)
             module._buffers[key] = placed[buffer]
     return differed

@@ -31,19 +31,19 @@ def dry() -> dict[str, Any]:
 
 
 def test_two_steps_at_1024_ranks_take_seconds(dry: dict[str, Any]) -> None:
-    """Shard and two steps of stages 0 and 3 at world size 1024: no loop over ranks makes them slow."""
-    assert dry["seconds"] < 20
+    """Shard and two steps of stages 1 and 3 at world size 1024: no loop over ranks makes them slow."""
+    assert dry["seconds"] < 10
 
 
-@pytest.mark.parametrize("stage", ["0", "3"])
+@pytest.mark.parametrize("stage", ["1", "3"])
 def test_fake_bytes_equal_the_equations(dry: dict[str, Any], stage: str) -> None:
     """On fake tensors the ledger counts real bytes: state by state, what the equations say."""
     report = dry["reports"][stage]
-    assert report["held"] == report["expected"]
+    assert {state: size for state, size in report["held"].items() if state != "other"} == report["expected"]
 
 
-def test_master_copy_is_whole_at_stage_0_and_a_share_at_stage_3(dry: dict[str, Any]) -> None:
-    """The master copy takes 4 bytes a parameter (and padding) at stage 0, and a 1024th of that at stage 3."""
+def test_a_rank_holds_one_1024th_of_the_master_copy(dry: dict[str, Any]) -> None:
+    """Over 1024 ranks, stages 1 and 3 alike, masters take 4 bytes a parameter, and padding."""
     master = {stage: report["held"]["master"] for stage, report in dry["reports"].items()}
-    assert 4 * PARAMETERS <= master["0"] < 4 * PARAMETERS + 1024 * 64 * 4 * (dry_run.LAYERS + 3)
-    assert master["3"] * 1024 == master["0"]
+    assert 4 * PARAMETERS <= master["1"] * 1024 < 4 * PARAMETERS + 1024 * 64 * 4 * (dry_run.LAYERS + 3)
+    assert master["3"] == master["1"]
