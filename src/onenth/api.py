@@ -70,15 +70,10 @@ def _extend(model: nn.Module, engine: Engine) -> None:
     def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         return _load_state_dict(engine, plain_load, state_dict, *args, **kwargs)
 
-    _put(model, zero_grad=zero_grad, load_state_dict=load_state_dict)
+    guards.put_methods(model, {"zero_grad": zero_grad, "load_state_dict": load_state_dict})
     generate = getattr(model, "generate", None)
     if callable(generate) and engine.partitions_parameters and "synced_gpus" in inspect.signature(generate).parameters:
-        _put(model, generate=functools.partial(_generate, engine, generate))
-
-
-def _put(model: nn.Module, **methods: Callable[..., Any]) -> None:
-    model.__dict__.setdefault("_onenth_methods", set()).update(methods)
-    model.__dict__.update(methods)
+        guards.put_methods(model, {"generate": functools.partial(_generate, engine, generate)})
 
 
 def _generate(engine: Engine, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +128,7 @@ def unshard(model: nn.Module) -> nn.Module:
     for activity in engine.activities:
         for undo in activity.undo:
             undo()
-        for _, module in activity.unit.modules:
-            module.__dict__.pop("forward", None)
     guards.remove(model)
-    for name in model.__dict__.pop("_onenth_methods", ()):
-        model.__dict__.pop(name, None)
     for parameter, value in values.items():
         parameter.grad = None
         parameter.data = value
@@ -152,7 +143,6 @@ def register_forward_method(model: nn.Module, name: str) -> None:
     if not callable(getattr(model, name, None)):
         raise ShardError(f"{type(model).__name__} has no method {name!r}")
     hooks.wrap(engine, engine.root, model, name)
-    model.__dict__.setdefault("_onenth_methods", set()).add(name)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

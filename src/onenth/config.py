@@ -261,7 +261,8 @@ class Config:
 
     def __new__(cls, **settings: Any) -> Config:
         """Refuse unknown names before the dataclass does, with a guess at what was meant."""
-        _raise("Config", _unknown(cls, settings))
+        known = [(name, value) for name, value in settings.items() if name in _CHECKS]
+        _raise("Config", _unknown(cls, settings) + [bad for name, value in known if (bad := _CHECKS[name](value))])
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

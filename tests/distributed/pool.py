@@ -38,10 +38,11 @@ _HOST = "127.0.0.1"
 _START_SECONDS = 120.0  # importing torch on a busy machine
 _GRACE_SECONDS = 3.0  # for ranks that still run once another has failed
 
-# Workers are forked from a server that has imported this module, hence torch, and has started no threads:
-# torch is imported once, and a pool that ended with a failure is back within a fraction of a second.
+# Workers are forked from a server that has imported what takes long to import, and has started no threads: it
+# is imported once, and a pool that ended with a failure is back within a fraction of a second. An optimizer's
+# first step imports torch._dynamo; transformers and peft are imported where this process has them already.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([__name__])
+_LARGE = ("transformers", "peft")
 
 
 class RankError(RuntimeError):
@@ -133,6 +134,8 @@ class Pool:
         return [results[worker.rank] for worker in workers]
 
     def _start(self) -> None:
+        large = [name for name in _LARGE if name in sys.modules]
+        _CONTEXT.set_forkserver_preload([__name__, "torch._dynamo", *large])  # read when the server starts
         self._store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         for rank in range(self.size):
             ours, theirs = _CONTEXT.Pipe()
@@ -167,6 +170,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
     store = dist.TCPStore(_HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {n: dist.new_group(range(n)) for n in range(1, size + 1)}
+    gc.freeze()
     pipe.send_bytes(pickle.dumps((None, None)))
     while True:
         try:
@@ -180,6 +184,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
         else:
             pipe.send_bytes(_answer(groups[n], call))
             gc.collect()
+            gc.freeze()  # what modules keep: the next collection need not walk it again
 
 
 def _answer(group: Any, call: bytes) -> bytes:

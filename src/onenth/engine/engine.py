@@ -21,6 +21,7 @@ from onenth.engine.residency import Residency
 from onenth.engine.scaling import LossScaler
 from onenth.errors import ShardError
 from onenth.model_states.unit import Flat, Terms, Unit
+from onenth.residual_states.fragmentation import HeapTrimmer
 from onenth.states import STAGES, ModelState
 
 
@@ -54,6 +55,7 @@ class Engine:
     unscaled: whether a backward ran that was not.
     refresh: lays units out anew whose parameters were unfrozen (`layout.refresh`).
     closed: whether the model was made plain again.
+    heap: keeps resident memory near what is live, on a CPU.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], config: Config, terms: Terms) -> None:
@@ -76,6 +78,7 @@ class Engine:
         for parameter in self.slots():
             parameter._onenth = weakref.ref(self)  # type: ignore[attr-defined]
         self.closed = False
+        self.heap = HeapTrimmer(self.comm.device)
 
     @property
     def root(self) -> Activity:
@@ -131,7 +134,7 @@ class Engine:
         """A released parameter is read outside its unit's forward: gather it in the model's, refuse it elsewhere."""
         if not self.root_depth and not in_graph_task():
             raise ShardError(
-                f"parameter {name} is released: this rank holds 1/{self.comm.size} of it. Read it inside "
+                f"parameter {name} is released: this rank keeps its share of it only. Read it inside "
                 "`with onenth.gathered(module):`, or call it from the model's forward (another method that counts as "
                 "one: onenth.register_forward_method)"
             )
@@ -236,6 +239,7 @@ class Engine:
             activity.sticky = False
             if activity.state is UnitState.GATHERED:
                 self.residency.release(activity)
+        self.heap.step()
 
     def zero_gradients(self) -> None:
         """Forget all gradients."""

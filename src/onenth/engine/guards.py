@@ -17,7 +17,13 @@ from onenth.engine.engine import Engine
 from onenth.engine.machine import Activity
 from onenth.errors import ShardError
 
-_METHODS = ("_apply", "extra_repr", "_save_to_state_dict", "_load_from_state_dict", "__deepcopy__", "__reduce_ex__")
+_OURS = "_onenth_methods"  # names of the methods on the instance that are not the module's own
+
+
+def put_methods(module: nn.Module, methods: dict[str, Callable[..., Any]]) -> None:
+    """Set methods on one instance, remembered so that `remove` and copies leave them out."""
+    module.__dict__.setdefault(_OURS, set()).update(methods)
+    module.__dict__.update(methods)
 
 
 class GuardedParameters(dict[str, nn.Parameter | None]):
@@ -87,16 +93,16 @@ def install(engine: Engine) -> None:
         prefix = f"{name}." if name else ""
         parameters = GuardedParameters(engine, prefix, module._parameters, held)
         module.__dict__["_parameters"] = parameters
-        module.__dict__.update(Guard(module, parameters).methods())
+        put_methods(module, Guard(module, parameters).methods())
 
 
 def remove(model: nn.Module) -> None:
-    """Take the guards away."""
+    """Take the guards, and every other method on the instances, away."""
     for module in model.modules():
         if isinstance(module._parameters, GuardedParameters):
             module.__dict__["_parameters"] = dict(module._parameters)
-            for name in _METHODS:
-                module.__dict__.pop(name, None)
+        for name in module.__dict__.pop(_OURS, ()):
+            module.__dict__.pop(name, None)
 
 
 class Guard:
@@ -176,7 +182,7 @@ def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         refuse_released(module._parameters, "copy.deepcopy")
     copied = type(module).__new__(type(module))
     memo[id(module)] = copied
-    ours = {*_METHODS, *module.__dict__.get("_onenth_methods", ()), "_onenth", "_onenth_methods"}
+    ours = {*module.__dict__.get(_OURS, ()), _OURS, "_onenth"}
     state = {key: value for key, value in module.__dict__.items() if key not in ours}
     copied.__dict__.update(copy.deepcopy(state, memo))
     return copied

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from onenth.engine import tensors
+from onenth.engine import guards, tensors
 from onenth.engine.engine import Engine, in_graph_task
 from onenth.engine.machine import Activity, Call, UnitState
 from onenth.errors import ShardError
@@ -139,7 +139,8 @@ def wrap(engine: Engine, activity: Activity, module: nn.Module, name: str = "for
             surround.leave(entered)
         return output
 
-    module.__dict__[name] = torch.compiler.disable(forward, recursive=False)  # what it calls may be compiled
+    forward = torch.compiler.disable(forward, recursive=False)  # what it calls may be compiled
+    guards.put_methods(module, {name: forward})
 
 
 def watch(engine: Engine, activity: Activity, outputs: Any, forward: Pass) -> None:

@@ -34,7 +34,11 @@ def report(engine: Engine, updater: Updater | None) -> Breakdown:
         held[key] = held.get(key, 0) + held.pop(local)
     from_master = engine.partitions_parameters and any(flat.parameters.shard is None for flat in engine.flats())
     notes = {str(ModelState.PARAMETERS): "from the master"} if from_master else {}
-    return Breakdown(held, {key: count for key, count in expected.items() if count}, notes)
+    shown = {key: count for key, count in expected.items() if count}
+    if from_master:  # a row of its own: nothing is held beside the master, and nothing should be
+        held.setdefault((str(ModelState.PARAMETERS), Tier.DEVICE), 0)
+        shown.setdefault((str(ModelState.PARAMETERS), Tier.DEVICE), 0)
+    return Breakdown(held, shown, notes)
 
 
 def describe(flat: Flat, updater: Updater | None) -> costs.FlatBuffer:

@@ -120,8 +120,8 @@ class Parameters:
             for name, parameter, placeholder in zip(self.names, self.parameters, self.placeholders, strict=True)
             if parameter.data_ptr() != placeholder.data_ptr() or parameter.dtype != placeholder.dtype
         ]
-        if not bool(torch.isnan(self.absent).all()):
-            written += [name for name, lost in zip(self.names, ~torch.isnan(self.absent), strict=True) if lost]
+        if not written and not bool(torch.isnan(self.absent).all()):
+            written = [name for name, lost in zip(self.names, ~torch.isnan(self.absent), strict=True) if lost]
         if not written:
             return
         raise ShardError(

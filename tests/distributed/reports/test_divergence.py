@@ -114,7 +114,7 @@ def test_divergence_without_prefetch(pool):
     assert_named_in_time(pool.run(2, diverge, 3, another_block, False, breaks_group=True))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("act", [no_backward, a_batch_less, a_step_less])
 def test_divergence_below_stage_3(pool, stage, act):
     """With whole parameters a forward needs nobody, but backwards and steps have to meet."""
