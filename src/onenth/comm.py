@@ -168,6 +168,8 @@ class Communicator:
         """Every rank's `value` (picklable, small), by rank. In a dry run: this rank's, once."""
         if self.size == 1 or self.simulated:
             return [value]
+        # The object collective waits as long as the group allows; meeting first says in time who is missing.
+        self.agree(torch.zeros(1, device=self.device), "what ranks tell each other")
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

@@ -26,19 +26,26 @@ SETTINGS = {
     "stage 3, no prefetch": {"stage": 3, "prefetch": False},
 }
 
+#: Bytes by which resident memory may grow. glibc before 2.38 reuses no freed blocks for aligned requests, which
+#: are all of PyTorch's, so that its heap wanders by some megabytes though nothing is kept. What would leak
+#: tensors shows exactly in their number and bytes; this bounds the rest: buffers of the transport, say.
+NOISE = 32 * 2**20
 
-def _train_under(group: dist.ProcessGroup, task: str, hazards: tuple[str, ...]) -> dict[str, tuple[ShardedResult, int]]:
-    """Train at every setting under hazards; each result with the number of times that a hazard acted."""
+
+def _train_under(
+    group: dist.ProcessGroup, task: str, hazards: tuple[str, ...]
+) -> dict[str, tuple[ShardedResult, set[str]]]:
+    """Train at every setting under hazards; each result with the hazards that acted."""
     results = {}
     for label, settings in SETTINGS.items():
         with ExitStack() as stack:
-            acted: list[Any] = []
+            acts: dict[str, list[Any]] = {}
             if "late" in hazards:
-                acted = stack.enter_context(late_messages(seed=dist.get_rank(group)))
+                acts["late"] = stack.enter_context(late_messages(seed=dist.get_rank(group)))
             if "poison" in hazards:
-                acted = stack.enter_context(poisoned_memory())
+                acts["poison"] = stack.enter_context(poisoned_memory())
             result = train(group, task, steps=3, backwards=2, precision="bf16", **settings)
-            results[label] = result, len(acted)
+            results[label] = result, {hazard for hazard, acted in acts.items() if acted}
     return results
 
 
@@ -71,17 +78,28 @@ def test_poison_shows_a_read_too_late() -> None:
     assert poisoned == [4000, 4000]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_hazards_change_no_bit(pool: Pool, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "hazards"),
+    [
+        (2, ("late", "poison")),
+        *(
+            pytest.param(ranks, hazards, marks=pytest.mark.slow)
+            for ranks in (2, 3)
+            for hazards in (("late",), ("poison",), ("late", "poison"))
+            if (ranks, len(hazards)) != (2, 2)
+        ),
+    ],
+)
+def test_hazards_change_no_bit(pool: Pool, ranks: int, hazards: tuple[str, ...]) -> None:
     """Messages that leave late, poisoned memory, and both: the bits of an undisturbed run, at every stage."""
     undisturbed = pool.run(ranks, _train_under, "untied", ())[0]
-    for hazards in [("late",), ("poison",), ("late", "poison")]:
-        disturbed = pool.run(ranks, _train_under, "untied", hazards)[0]
-        for label, (result, acted) in disturbed.items():
-            different = different_bits(result.parameters, undisturbed[label][0].parameters)
-            assert not different, f"{label} under {hazards} differs in {different}"
-            assert result.norms == undisturbed[label][0].norms, f"{label} under {hazards}"
-            assert acted or not label.startswith("stage 3"), f"{label}: {hazards} never acted"
+    disturbed = pool.run(ranks, _train_under, "untied", hazards)[0]
+    for label, (result, acted) in disturbed.items():
+        different = different_bits(result.parameters, undisturbed[label][0].parameters)
+        assert not different, f"{label} differs in {different}"
+        assert result.norms == undisturbed[label][0].norms, label
+        missing = set(hazards) - acted
+        assert not missing or not label.startswith("stage 3"), f"{label}: {missing} never acted"
 
 
 def _what_is_left(group: dist.ProcessGroup) -> dict[str, list[tuple[int, int]]]:
@@ -141,8 +159,8 @@ def _long_run(group: dist.ProcessGroup, stage: int) -> dict[str, tuple[int, int]
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_is_flat_over_100_steps(pool: Pool, stage: int) -> None:
-    """Live tensors and live bytes are the same after 100 steps; resident memory moves by noise."""
+    """Live tensors and live bytes are exactly the same after 100 steps; resident memory moves by noise."""
     for found in pool.run(2, _long_run, stage):
         assert found["tensors"][0] == found["tensors"][1]
         assert found["bytes"][0] == found["bytes"][1]
-        assert found["resident"][1] - found["resident"][0] < 8 * 2**20
+        assert found["resident"][1] - found["resident"][0] < NOISE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 import onenth
 from onenth.breakdown import Breakdown
-from onenth.costs import Placement, model_state_bytes
+from onenth.costs import FlatBuffer, Placement, model_state_bytes
 from onenth.states import ModelState, ResidualState, Tier
 from tests.distributed.layout import Wide, input_of, shard_wide, sizes_of, units_of
 from tests.distributed.models import TASKS
@@ -112,10 +113,15 @@ def test_ledger_equals_equations_on_a_known_layout(pool: Pool, ranks: int) -> No
                     assert _held(moment, state, tier) == expected, where
 
 
+@cache
+def _flats(precision: str) -> list[FlatBuffer]:
+    return [flat for unit in units_of(Wide(FROZEN), precision) for flat in unit]
+
+
 def _equation(at: Placement, precision: str, moment: Moment) -> dict[tuple[str, Tier], int]:
     """What a rank holds of the wide model, from the sizes of its parameters alone."""
     return model_state_bytes(
-        [flat for unit in units_of(Wide(FROZEN), precision) for flat in unit],
+        _flats(precision),
         at,
         sizes_of(precision, stepped=moment.stepped),
         backwards=moment.backwards,

@@ -120,7 +120,10 @@ class Parameters:
             for name, parameter, placeholder in zip(self.names, self.parameters, self.placeholders, strict=True)
             if parameter.data_ptr() != placeholder.data_ptr() or parameter.dtype != placeholder.dtype
         ]
-        if not written and not bool(torch.isnan(self.absent).all()):
+        intact = torch.isnan(self.absent).all()
+        if self.absent.device.type != "cpu":  # looking at it would make an accelerator wait
+            torch._assert_async(intact, "a released parameter was written to: use onenth.gathered(..., modify=True)")
+        elif not written and not bool(intact):
             written = [name for name, lost in zip(self.names, ~torch.isnan(self.absent), strict=True) if lost]
         if not written:
             return
