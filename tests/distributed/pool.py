@@ -170,7 +170,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
     store = dist.TCPStore(_HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {n: dist.new_group(range(n)) for n in range(1, size + 1)}
-    gc.freeze()
+    gc.collect()
+    gc.freeze()  # what modules keep need not be walked again by the collection after each call
     pipe.send_bytes(pickle.dumps((None, None)))
     while True:
         try:
@@ -184,7 +185,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
         else:
             pipe.send_bytes(_answer(groups[n], call))
             gc.collect()
-            gc.freeze()  # what modules keep: the next collection need not walk it again
+            gc.freeze()  # modules that this call imported
 
 
 def _answer(group: Any, call: bytes) -> bytes:

@@ -89,6 +89,7 @@ def test_poison_shows_a_read_too_late() -> None:
             if (ranks, len(hazards)) != (2, 2)
         ),
     ],
+    ids=lambda value: " and ".join(value) if isinstance(value, tuple) else None,
 )
 def test_hazards_change_no_bit(pool: Pool, ranks: int, hazards: tuple[str, ...]) -> None:
     """Messages that leave late, poisoned memory, and both: the bits of an undisturbed run, at every stage."""
@@ -157,7 +158,7 @@ def _long_run(group: dist.ProcessGroup, stage: int) -> dict[str, tuple[int, int]
     }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_memory_is_flat_over_100_steps(pool: Pool, stage: int) -> None:
     """Live tensors and live bytes are exactly the same after 100 steps; resident memory moves by noise."""
     for found in pool.run(2, _long_run, stage):

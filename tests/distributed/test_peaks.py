@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 PHASES = ("forward", "backward", "step", "zero_grad")
 
 #: Bytes that no equation speaks of: one row of activations, what 16-bit kernels need in passing, scalars.
-SMALL = 64 * 1024
+SMALL = 72 * 1024
 
 Counts = dict[int, dict[str, tuple[int, int, int]]]
 

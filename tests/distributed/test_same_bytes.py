@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -67,10 +67,10 @@ def _moments(model: Any, optimizer: Any, loss: Callable[[int], torch.Tensor]) ->
     return moments
 
 
-def _moments_of_task(group: dist.ProcessGroup, task: str) -> dict[str, list[Moment]]:
+def _moments_of_task(group: dist.ProcessGroup, task: str, precisions: Sequence[str]) -> dict[str, list[Moment]]:
     found = {}
     for stage in STAGES:
-        for precision in PRECISIONS:
+        for precision in precisions:
             model, optimizer = start(group, task, stage=stage, precision=precision)
 
             def loss(number: int, model: Any = model) -> torch.Tensor:
@@ -80,10 +80,20 @@ def _moments_of_task(group: dist.ProcessGroup, task: str) -> dict[str, list[Mome
     return found
 
 
-@pytest.mark.parametrize(("task", "ranks"), [("odd", 2), ("nested", 3), ("tied", 2), ("uneven", 4)])
-def test_reports_equal_their_equations(pool: Pool, task: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("task", "ranks", "precisions"),
+    [
+        ("odd", 2, PRECISIONS),
+        ("nested", 3, PRECISIONS),
+        ("tied", 2, PRECISIONS),
+        ("uneven", 4, ("bf16",)),
+        pytest.param("uneven", 4, ("fp16", "fp32"), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)
+def test_reports_equal_their_equations(pool: Pool, task: str, ranks: int, precisions: Sequence[str]) -> None:
     """Every rank, stage, precision and phase: each state's held bytes equal the equation's figure."""
-    for rank, by_setting in enumerate(pool.run(ranks, _moments_of_task, task)):
+    for rank, by_setting in enumerate(pool.run(ranks, _moments_of_task, task, precisions)):
         for setting, moments in by_setting.items():
             for moment in moments:
                 where = f"rank {rank}, {setting}, {moment}"
@@ -92,19 +102,27 @@ def test_reports_equal_their_equations(pool: Pool, task: str, ranks: int) -> Non
                 assert states <= {state for state, _ in moment.report.expected}, where
 
 
-def _moments_of_wide(group: dist.ProcessGroup) -> dict[tuple[int, str], list[Moment]]:
+def _moments_of_wide(group: dist.ProcessGroup, precisions: Sequence[str]) -> dict[tuple[int, str], list[Moment]]:
     found = {}
     for stage in STAGES:
-        for precision in PRECISIONS:
+        for precision in precisions:
             model, optimizer = shard_wide(group, FROZEN, stage=stage, precision=precision)
             found[stage, precision] = _moments(model, optimizer, lambda n, m=model: m(input_of(n)))
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_ledger_equals_equations_on_a_known_layout(pool: Pool, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "precisions"),
+    [
+        *((ranks, PRECISIONS) for ranks in (1, 2, 3)),
+        (4, ("bf16",)),
+        pytest.param(4, ("fp16", "fp32"), marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None,
+)
+def test_ledger_equals_equations_on_a_known_layout(pool: Pool, ranks: int, precisions: Sequence[str]) -> None:
     """The ledger against the equations over units that the test cut itself, padding and frozen ones too."""
-    for rank, by_setting in enumerate(pool.run(ranks, _moments_of_wide)):
+    for rank, by_setting in enumerate(pool.run(ranks, _moments_of_wide, precisions)):
         for (stage, precision), moments in by_setting.items():
             at = Placement(stage=stage, ranks=ranks, rank=rank)
             for moment in moments:

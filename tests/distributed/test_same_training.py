@@ -81,9 +81,7 @@ def test_clips_as_plain_pytorch(pool: Pool, ranks: int) -> None:
         assert result.norms == pytest.approx(expected.norms, rel=1e-5), label
 
 
-@pytest.mark.parametrize(
-    ("ranks", "backwards"), [(2, 2), (2, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ranks", "backwards"), [(2, 2), (2, 3), (3, 2), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_backwards_add_up_to_one_large_batch(pool: Pool, ranks: int, backwards: int) -> None:
     """Several backwards before a step, each exchanged as it comes, give the step of one large batch."""
     expected = reference.train(TASKS["odd"], ranks, backwards=backwards, make_optimizer=sgd)

@@ -67,7 +67,7 @@ class Engine:
         self.residency = Residency(
             self.activities, partitioned=self.partitions_parameters, prefetch=config.prefetch, check=self.check_cap
         )
-        self.exchanger = Exchanger(self.activities)
+        self.exchanger = Exchanger(self.activities, terms.free)
         self.generation = 0
         self.root_depth = 0
         self.in_backward = self.accumulated = False
@@ -249,6 +249,7 @@ class Engine:
                 flat.gradients.zero()
             for parameter in flat.parameters.parameters:
                 parameter.grad = None
+        self.terms.free.clear()
         for activity in self.activities:
             if activity.state is UnitState.EXCHANGING:
                 activity.move(UnitState.SHARDED)

@@ -19,9 +19,11 @@ from onenth.engine.optimizer import ShardedOptimizer, disarm, parameters_of
 from onenth.engine.units import choose
 from onenth.errors import ConfigError, ShardError
 from onenth.ledger import Ledger
+from onenth.model_states.gradients import Free
+from onenth.model_states.scratch import Scratch
 from onenth.model_states.unit import Terms
 from onenth.residual_states import buffers
-from onenth.states import STAGES
+from onenth.states import STAGES, ResidualState
 
 log = logging.getLogger("onenth")
 
@@ -34,7 +36,7 @@ def shard(
     check_precision(config.dtypes, comm.device)
     _agree(model, optimizer, config, comm, materializer)
     layout.unify_ties(model, optimizer)
-    terms = Terms(config.dtypes, comm, Ledger(), STAGES[config.stage], config.reduce == "mean", optimizer is not None)
+    terms = make_terms(config, comm, trains=optimizer is not None)
     updated = set(parameters_of(optimizer))
     choices = choose(model, config)
     replicated = layout.replicate(model, terms)
@@ -49,6 +51,15 @@ def shard(
     _announce(engine, replicated, any(comm.tell_all(differed)))
     engine.check_cap()
     return model, sharded
+
+
+def make_terms(config: Config, comm: Communicator, *, trains: bool) -> Terms:
+    """What all flat buffers of the model are built on."""
+    ledger = Ledger()
+    free = Free(
+        Scratch(comm.device, ledger, ResidualState.LOCAL_GRADIENTS), Scratch(comm.device, ledger, ResidualState.RECEIVE)
+    )
+    return Terms(config.dtypes, comm, ledger, STAGES[config.stage], config.reduce == "mean", trains, free)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 Tensors (N ranks, L elements a shard; g the gradients' dtype, s the dtype of sums):
 - local: (N·L,) g, this rank's whole gradients. Where gradients are not partitioned (stages 0, 1) it lives as long as
-  the model; otherwise its storage has bytes only from a unit's first gradient to the end of its exchange.
-- received: (N·L,) or ((N-1)·L,) g, what other ranks sent; from the exchange's start until it is summed.
+  the model; otherwise it is taken from scratch at a unit's first gradient and given back when its exchange is summed.
+- received: (N·L,) or ((N-1)·L,) g, what other ranks sent; from scratch, from the exchange's start until it is summed.
 - shard: (L,) g, the sum after one backward. At stages 0 and 1 a view of local (at stage 0 all of it, (N·L,));
   at stages 2 and 3 a tensor of its own, freed by `zero`.
 - sums: (L,) s, or (N·L,) at stage 0: from the second backward before a step on, until `zero`.
@@ -15,6 +15,8 @@ add up in s. So every stage holds the same bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from onenth.comm import Communicator, Label, Transfer
@@ -22,9 +24,23 @@ from onenth.config import Precision
 from onenth.costs import SUM_CHUNK
 from onenth.ledger import Ledger
 from onenth.model_states.parameters import Parameters
+from onenth.model_states.scratch import Scratch
 from onenth.states import ModelState, ResidualState
 
 CHUNK = 2**24  # elements summed at a time on an accelerator; on a CPU, SUM_CHUNK, which its cache holds
+
+
+@dataclass(frozen=True)
+class Free:
+    """The scratch that all flat buffers of a model take turns with."""
+
+    local: Scratch
+    received: Scratch
+
+    def clear(self) -> None:
+        """Give the bytes that nobody uses back."""
+        self.local.clear()
+        self.received.clear()
 
 
 class Gradients:
@@ -47,21 +63,39 @@ class Gradients:
         partitioned: bool,
         whole: bool,
         mean: bool,
+        free: Free,
     ) -> None:
         self.parameters, self.precision, self.comm, self.ledger = parameters, precision, comm, ledger
         self.partitioned, self.whole = partitioned, whole
         self.scale = 1.0 / comm.size if mean else 1.0
         is_kept = parameters.full.dtype != precision.parameters  # parameters kept in fp32 send fp32 gradients
         self.dtype = parameters.full.dtype if is_kept else precision.gradients
-        self.local = torch.empty(parameters.partition.flat_numel, dtype=self.dtype, device=comm.device)
-        ledger.register(self.local, ResidualState.LOCAL_GRADIENTS if partitioned else ModelState.GRADIENTS)
-        self.views = parameters.slices(self.local)
-        self.gaps = self._gaps()
+        self.free = free
+        self._local: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.gaps: list[torch.Tensor] = []
+        if not partitioned:
+            self._hold(torch.empty(parameters.partition.flat_numel, dtype=self.dtype, device=comm.device))
+            ledger.register(self.local, ModelState.GRADIENTS)
         self.chunk = SUM_CHUNK if comm.device.type == "cpu" and not comm.native else CHUNK
         self.sharing: Transfer | None = None
-        if partitioned:
-            self.local.untyped_storage().resize_(0)
         self._forget()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The whole local gradients, (N·L,); they must exist."""
+        assert self._local is not None
+        return self._local
+
+    def _hold(self, local: torch.Tensor) -> None:
+        self._local = local
+        self.views, self.gaps = self.parameters.slices(local), self._gaps(local)
+
+    def _drop(self) -> None:
+        """Give the local buffer back, where it is scratch."""
+        if self.partitioned and self._local is not None:
+            self.free.local.give(self._local)
+            self._local, self.views, self.gaps = None, [], []
 
     def _forget(self) -> None:
         count = len(self.parameters.parameters)
@@ -74,12 +108,12 @@ class Gradients:
         self.extremes: torch.Tensor | None = None
         self.squared_norm = torch.zeros((), dtype=torch.float64, device=self.comm.device)
 
-    def _gaps(self) -> list[torch.Tensor]:
+    def _gaps(self, local: torch.Tensor) -> list[torch.Tensor]:
         """The padding behind parameters: no gradient ever arrives there, so it is zeroed before an exchange."""
         partition = self.parameters.partition
         ends = [start + numel for start, numel in zip(partition.offsets, partition.numels, strict=True)]
         starts = [*partition.offsets[1:], partition.flat_numel]
-        return [self.local[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
+        return [local[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
 
     @torch.no_grad()
     def add(self, index: int, gradient: torch.Tensor) -> None:
@@ -97,7 +131,7 @@ class Gradients:
             return
         self.settle()
         if self.partitioned:
-            self.local.untyped_storage().resize_(self.local.numel() * self.local.itemsize)
+            self._hold(self.free.local.take(self.parameters.partition.flat_numel, self.dtype))
         elif self.backwards == 1:
             self._promote()
         self.is_open = True
@@ -123,8 +157,7 @@ class Gradients:
         for hole in self.gaps + missing:
             hole.zero_()
         numel = self.comm.received_numel(self.parameters.partition.shard_numel)
-        self.received = torch.empty(numel, dtype=self.dtype, device=self.comm.device)
-        self.ledger.register(self.received, ResidualState.RECEIVE)
+        self.received = self.free.received.take(numel, self.dtype)
         return self.comm.exchange(self.local, self.received, label)
 
     @torch.no_grad()
@@ -191,14 +224,15 @@ class Gradients:
             self.extremes = torch.stack([torch.linalg.vector_norm(one, float("inf")) for one in slices])
 
     def _close(self, target: torch.Tensor) -> None:
+        assert self.received is not None
+        self.free.received.give(self.received)
         self.received = None
         self.backwards += 1
         self.arrived = [False] * len(self.arrived)
         self.is_open = False
-        if self.partitioned:
-            self.local.untyped_storage().resize_(0)
         if self.backwards == 1:
             self.shard = self.local if self.whole else target
+        self._drop()
 
     def share(self, label: Label) -> None:
         """Start sending this rank's sums to all (stage 0), so that every rank holds all of them."""
@@ -266,6 +300,5 @@ class Gradients:
     def zero(self) -> None:
         """Forget all gradients; bytes that exist only while there are gradients are given back."""
         self.settle()
+        self._drop()
         self._forget()
-        if self.partitioned:
-            self.local.untyped_storage().resize_(0)

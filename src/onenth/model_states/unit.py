@@ -10,7 +10,7 @@ from torch import nn
 from onenth.comm import Communicator, Label, Transfer
 from onenth.config import Precision
 from onenth.ledger import Ledger
-from onenth.model_states.gradients import Gradients
+from onenth.model_states.gradients import Free, Gradients
 from onenth.model_states.optimizer_states import OptimizerStates
 from onenth.model_states.parameters import Parameters
 from onenth.partition import Partition
@@ -24,6 +24,7 @@ class Terms:
     partitions: the model states that the stage partitions (`states.STAGES`).
     mean: whether gradients are averaged over ranks (otherwise summed).
     trains: whether there is an optimizer; without one, nothing is kept for gradients.
+    free: the scratch that the units' gradients take turns with.
     """
 
     precision: Precision
@@ -32,6 +33,7 @@ class Terms:
     partitions: frozenset[str]
     mean: bool
     trains: bool
+    free: Free
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Flat:
             partitioned=ModelState.GRADIENTS in terms.partitions,
             whole=OPTIMIZER_STATES not in terms.partitions,
             mean=terms.mean,
+            free=terms.free,
         )
 
     def store(self, flat: torch.Tensor) -> None:
