@@ -45,9 +45,7 @@ def test_differences_name_what_misses_its_equation(breakdown: Breakdown) -> None
 
 def test_access_by_state() -> None:
     """A state is an attribute summed over tiers: 0 if nobody holds it, an error if there is no such state."""
-    breakdown = Breakdown(
-        {("master", Tier.DEVICE): 1, ("master", Tier.HOST): 2, ("momentum_buffer", Tier.DEVICE): 4}
-    )
+    breakdown = Breakdown({("master", Tier.DEVICE): 1, ("master", Tier.HOST): 2, ("momentum_buffer", Tier.DEVICE): 4})
     assert breakdown.master == 3
     assert breakdown.momentum_buffer == 4
     assert breakdown.exp_avg == 0

@@ -117,9 +117,7 @@ def test_counts_as_people_write_them(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize(
-    "text", ["", "B", "seven", "0", "-7e9", "0.5", "nan", "inf", "1e19", "1e999999999", "7G"]
-)
+@pytest.mark.parametrize("text", ["", "B", "seven", "0", "-7e9", "0.5", "nan", "inf", "1e19", "1e999999999", "7G"])
 def test_counts_that_are_none(text: str) -> None:
     """What is no number of parameters is refused, with an example of one."""
     with pytest.raises(PlanError, match="7e9, 7B or 350M"):
@@ -217,17 +215,13 @@ def test_plan_runs_without_torch() -> None:
         "import sys; from onenth.cli import main;"
         "code = main(['plan', '--parameters', '7B']); sys.exit(code or ('torch' in sys.modules) * 3)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_reader_that_leaves_early() -> None:
     """Output that nobody reads (`onenth plan … | head`) ends without a traceback."""
-    probe = (
-        "import sys; from onenth.cli import main; sys.exit(main(['plan', '--parameters', '7B', '--json']))"
-    )
+    probe = "import sys; from onenth.cli import main; sys.exit(main(['plan', '--parameters', '7B', '--json']))"
     reader, writer = os.pipe()
     os.close(reader)
     try:

@@ -88,9 +88,7 @@ def test_unknown_and_bad_settings_in_one_error() -> None:
 
 def test_unknown_fields_of_a_config() -> None:
     """Config itself names all unknown fields and guesses at each, instead of Python's TypeError for one."""
-    with pytest.raises(
-        ConfigError, match=r"prefetsch: did you mean prefetch\?; max_norm: did you mean"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"prefetsch: did you mean prefetch\?; max_norm: did you mean") as caught:
         Config(prefetsch=True, max_norm=1.0)  # type: ignore[call-arg]
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, OnenthError)

@@ -223,9 +223,7 @@ def test_item_sizes_of_a_precision() -> None:
         (3, 1, [2, 1, 2], 192, 2 * 128 + 64 + 2 * 64),
     ],
 )
-def test_traffic_worked_by_hand(
-    stage: int, backwards: int, gathers: list[int], exchanged: int, gathered: int
-) -> None:
+def test_traffic_worked_by_hand(stage: int, backwards: int, gathers: list[int], exchanged: int, gathered: int) -> None:
     """Two ranks: trainable flats exchange in each backward; stages 1 and 2 gather the updated ones only."""
     sent = traffic([FLAT, FROZEN, STRAY], stage=stage, ranks=2, backwards=backwards, gathers=gathers)
     assert sent == {EXCHANGE: exchanged, GATHER: gathered}
@@ -248,7 +246,7 @@ BLOCK = [FlatBuffer((1024, 256))]  # over two ranks: shards of 640
 
 
 def test_backward_peak_worked_by_hand() -> None:
-    """Stage 3, two ranks, root and three blocks: the worst moment is when the second is done and the third is summed."""
+    """Stage 3, two ranks, root and three blocks: the worst moment is when one is done and the next is summed."""
     items = backward_peak([ROOT, BLOCK, BLOCK, BLOCK], Placement(stage=3, ranks=2), SIZES)
     assert items == {
         "parameters": 0,

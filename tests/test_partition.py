@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 from onenth.partition import ALIGNMENT, Partition, align, padded_numel
 
-numels = st.lists(
-    st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 63, 64, 65, 4096])), min_size=1, max_size=12
-)
+numels = st.lists(st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 63, 64, 65, 4096])), min_size=1, max_size=12)
 ranks = st.one_of(st.integers(1, 9), st.just(256))
 partitions = st.builds(lambda sizes, n: Partition(tuple(sizes), n), numels, ranks)
 

@@ -41,25 +41,19 @@ def test_share_of_weights_that_a_step_cannot_move(
 @pytest.mark.parametrize(("fused", "mean"), [(True, 2.3), (False, 3.33)])
 def test_second_moment_in_bf16_only_goes_up(example: ModuleType, fused: bool, mean: float) -> None:
     """AdamW's bf16 second moment of unit gradients ends far above 1, and stays there without gradients."""
-    end, after_silence = example.second_moment(
-        torch.bfloat16, fused=fused, marks=(20_000,), silent=500, elements=256
-    )
+    end, after_silence = example.second_moment(torch.bfloat16, fused=fused, marks=(20_000,), silent=500, elements=256)
     assert end == pytest.approx(mean, abs=0.1)
     assert after_silence == end
 
 
 def test_second_moment_in_fp32_follows_the_gradients(example: ModuleType) -> None:
     """In fp32 the same second moment reaches 1, and decays by beta2 a step once gradients are zero."""
-    end, after_silence = example.second_moment(
-        torch.float32, fused=True, marks=(8_000,), silent=500, elements=256
-    )
+    end, after_silence = example.second_moment(torch.float32, fused=True, marks=(8_000,), silent=500, elements=256)
     assert end == pytest.approx(1.0, abs=0.01)
     assert after_silence == pytest.approx(end * 0.999**500, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stalls_at"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 4096)]
-)
+@pytest.mark.parametrize(("dtype", "stalls_at"), [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 4096)])
 def test_running_sum_of_ones_stalls(example: ModuleType, dtype: torch.dtype, stalls_at: int) -> None:
     """Ones added to a 16-bit total stop counting where numbers are 2 apart; the fp32 total counts on."""
     assert example.running_sum_of_ones(dtype, terms=4096) == stalls_at

@@ -170,10 +170,12 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
     store = dist.TCPStore(_HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {n: dist.new_group(range(n)) for n in range(1, size + 1)}
-    gc.collect()
-    gc.freeze()  # what modules keep need not be walked again by the collection after each call
     pipe.send_bytes(pickle.dumps((None, None)))
+    modules = 0
     while True:
+        if len(sys.modules) > modules:  # what modules keep need not be walked again by the collection after each call
+            modules = len(sys.modules)
+            gc.freeze()
         try:
             kind, path, n, call = pickle.loads(pipe.recv_bytes())
         except EOFError:
@@ -185,7 +187,6 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
         else:
             pipe.send_bytes(_answer(groups[n], call))
             gc.collect()
-            gc.freeze()  # modules that this call imported
 
 
 def _answer(group: Any, call: bytes) -> bytes:

@@ -25,7 +25,6 @@ from onenth.engine import guards, tensors
 from onenth.engine.engine import Engine, in_graph_task
 from onenth.engine.machine import Activity, Call, UnitState
 from onenth.errors import ShardError
-from onenth.model_states.unit import Flat
 from onenth.residual_states.activations import recomputed
 from onenth.residual_states.buffers import explain_dtype_error
 
@@ -171,11 +170,11 @@ def watch_gradients(engine: Engine, activity: Activity) -> None:
     if not engine.terms.trains:
         held = [parameter for flat in activity.unit.flats for parameter in flat.parameters.parameters]
         handles = [p.register_post_accumulate_grad_hook(_refuse) for p in held if p.requires_grad]
-    for flat in activity.unit.trainable:
-        for index, parameter in enumerate(flat.parameters.parameters):
+    for number, flat in enumerate(activity.unit.flats):
+        for index, parameter in enumerate(flat.parameters.parameters if flat.gradients is not None else ()):
             owner = weakref.ref(parameter)
             handles.append(parameter.register_hook(functools.partial(_make_room, owner)))
-            take = functools.partial(_take, known, activity, flat, index)
+            take = functools.partial(_take, known, activity.unit.index, number, index)
             handles.append(parameter.register_post_accumulate_grad_hook(take))
     activity.undo = [handle.remove for handle in handles]
 
@@ -194,9 +193,11 @@ def _make_room(owner: weakref.ref[nn.Parameter], _: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def _take(known: weakref.ref[Engine], activity: Activity, flat: Flat, index: int, parameter: nn.Parameter) -> None:
+def _take(known: weakref.ref[Engine], unit: int, flat: int, index: int, parameter: nn.Parameter) -> None:
+    """By numbers, not objects: Python's collector sees no cycle that leads through a parameter's hooks."""
     if (engine := known()) is not None:
-        engine.take_gradient(activity, flat, index, parameter)
+        activity = engine.activities[unit]
+        engine.take_gradient(activity, activity.unit.flats[flat], index, parameter)
 
 
 def _nodes(tensor: torch.Tensor, mark: int) -> list[Any]:
