@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,6 +24,8 @@ from onenth.engine.sharding import shard as shard_in_place
 from onenth.errors import ShardError
 from onenth.world import init as join
 from onenth.world import local_device
+
+Target: TypeAlias = nn.Module | nn.Parameter
 
 
 def shard(
@@ -153,12 +155,11 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return optimizers.no_sync(engine_of(model))
 
 
-def gathered(
-    target: nn.Module | nn.Parameter | Iterable[nn.Parameter], modify: bool = False
-) -> AbstractContextManager[None]:
+def gathered(target: Target | Iterable[Target], modify: bool = False) -> AbstractContextManager[None]:
     """Inside, parameters are whole on every rank (in the parameters' dtype), with those of their units.
 
-    target: a module, a parameter or several. All ranks must enter and leave together; what they do inside is free.
+    target: a module or a parameter, or several of them.
+        All ranks must enter and leave together; what they do inside is free.
     modify: keep rank 0's changes, on every rank; only elements that changed reach the master copy.
     """
     engine, slots = _slots(target)
@@ -167,11 +168,9 @@ def gathered(
     return access.gathered(engine, ordered, modify=modify)
 
 
-def _slots(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> tuple[Engine, list[Slot]]:
-    if isinstance(target, nn.Module):
-        wanted = list(target.parameters())
-    else:
-        wanted = [target] if isinstance(target, nn.Parameter) else list(target)
+def _slots(target: Target | Iterable[Target]) -> tuple[Engine, list[Slot]]:
+    entries = [target] if isinstance(target, nn.Module | nn.Parameter) else list(target)
+    wanted = [p for entry in entries for p in (entry.parameters() if isinstance(entry, nn.Module) else [entry])]
     found = [(engine, engine.slots().get(parameter)) for parameter in wanted for engine in _engines(parameter)]
     slots = [slot for _, slot in found if slot is not None]
     if not found or len(slots) < sum(parameter.is_floating_point() for parameter in wanted):

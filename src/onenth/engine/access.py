@@ -110,6 +110,7 @@ def gathered(engine: Engine, activities: list[Activity], *, modify: bool) -> Ite
 def _keep_changes(engine: Engine, activity: Activity) -> None:
     for flat in activity.unit.flats:
         parameters, states = flat.parameters, flat.optimizer_states
+        parameters.adopt_replaced()
         engine.comm.broadcast(parameters.full, f"changes of unit {activity.unit.name}")
         if parameters.shard is not None:
             parameters.shard.copy_(parameters.own)

@@ -156,6 +156,7 @@ class Engine:
         """The first sign of a backward: its end is queued behind it."""
         if self.in_backward:
             return
+        self.honour_cleared()
         self.in_backward, self.accumulated = True, False
         self.unscaled = self.unscaled or not self.scaling
         self.exchanger.order.begin()
@@ -254,6 +255,20 @@ class Engine:
             if activity.state is UnitState.EXCHANGING:
                 activity.move(UnitState.SHARDED)
         self.unsynced = self.unscaled = False
+
+    def honour_cleared(self) -> None:
+        """A loop that sets every `p.grad = None` by hand has forgotten the gradients, as it would in plain PyTorch."""
+        held = [flat for flat in self.flats() if flat.gradients is not None and any(flat.gradients.seen)]
+        parameters = [
+            parameter
+            for flat in held
+            for parameter, seen in zip(
+                flat.parameters.parameters, flat.gradients.seen if flat.gradients else (), strict=True
+            )
+            if seen
+        ]
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            self.zero_gradients()
 
     def flats(self) -> list[Flat]:
         """Every flat buffer, in the order of the unit list."""

@@ -95,8 +95,15 @@ class UnitForward:
         recomputes = forward.recomputes or (in_graph_task() and self.activity.has_outstanding)
         if torch.is_grad_enabled() and not recomputes:
             watch(self.engine, self.activity, (output, forward.args, forward.kwargs, self._kept()), forward)
+        if any(self._is_parameter(tensor) for tensor in tensors.find(output)):
+            self.activity.held = self.engine.partitions_parameters  # whoever gets a parameter may use it any time
         if torch.is_autocast_enabled():  # its cache keeps the cast copy of every weight alive
             torch.clear_autocast_cache()
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is a parameter of the unit, or a view of one."""
+        storages = {flat.parameters.full.untyped_storage()._cdata for flat in self.activity.unit.flats}
+        return tensor.untyped_storage()._cdata in storages
 
     def _kept(self) -> list[Any]:
         """What modules of the unit keep as attributes (`self.auxiliary_loss`): outputs too, if they are new."""
@@ -128,7 +135,7 @@ def wrap(engine: Engine, activity: Activity, module: nn.Module, name: str = "for
     def forward(*args: Any, **kwargs: Any) -> Any:
         entered = surround.before(args, kwargs)
         try:
-            output = (original if entered.recomputes else run)(*entered.args, **entered.kwargs)
+            output = run(*entered.args, **entered.kwargs)
             surround.after(entered, output)
         except RuntimeError as error:
             if surround.is_root:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.engine.scaling = True
         try:
             (loss * self.scaler.scale if self.scaler.active else loss).backward(**kwargs)
+        except RuntimeError as error:
+            explain_released(error)
+            raise
         finally:
             self.engine.scaling = False
 
@@ -77,6 +81,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if self.engine.closed:
             raise ShardError("the model was made plain again by onenth.unshard: make a new optimizer")
+        if any(activity.pins for activity in self.engine.activities):
+            raise ShardError(
+                "step() inside `onenth.gathered`: its copies of the parameters would be stale; leave it first"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,6 +106,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return result
 
     def _agree(self) -> Agreement:
+        self.engine.honour_cleared()
         check_synced(self.engine)
         agreement = self._agreement = agree(self.engine)
         self.grad_norm = torch.tensor(agreement.norm / self.scaler.scale, device=self.engine.comm.device)
@@ -208,7 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "flats" not in state_dict or state_dict["flats"].keys() != mine.keys():
             raise ShardError(
                 "this state was not saved by a ShardedOptimizer with the same units: to go on at another number of "
-                "ranks, stage or unit choice use onenth.save and onenth.load"
+                "ranks, stage or unit choice, take the weights with onenth.full_state_dict and load_state_dict"
             )
         for unit in self.engine.units:
             for number, flat in enumerate(unit.flats):
@@ -239,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return f"ShardedOptimizer({self.user!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ShardError("a sharded optimizer cannot be pickled: save its state_dict(), or use onenth.save")
+        raise ShardError("a sharded optimizer cannot be pickled: save its state_dict() instead")
 
 
 @contextmanager
@@ -250,6 +259,16 @@ def no_sync(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.exchanger.enabled = before
+
+
+def explain_released(error: RuntimeError) -> None:
+    """If backward met the empty storage of a released unit, say how that comes."""
+    if re.search(r"storage of size 0|not allocated", str(error)):
+        raise ShardError(
+            "backward needs the parameters of a unit that was released: it reached the unit by another way than the "
+            "outputs of its forward (an activation captured by a hook, an iterator). Return what the loss uses from "
+            "the unit's forward, name it in keep_gathered, or use stage 2"
+        ) from error
 
 
 def disarm(optimizer: torch.optim.Optimizer, sharded: ShardedOptimizer) -> None:

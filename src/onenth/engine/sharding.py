@@ -80,7 +80,10 @@ def _agree(
     """Raise ShardError, on every rank, for what cannot work on one, or differs between two."""
     problems = _problems(model, optimizer, config)
     on_meta = materializer.check(model)
-    shapes = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
+    shapes = [
+        (name, tuple(p.shape), p.requires_grad)
+        for name, p in (model.named_parameters(remove_duplicate=False) if not problems else ())
+    ]
     groups = [] if optimizer is None else [len(group["params"]) for group in optimizer.param_groups]
     settings = (config.stage, str(config.dtypes), config.activations, config.reduce, config.max_grad_norm)
     digest = hashlib.sha256(repr((shapes, groups, settings)).encode()).hexdigest()
@@ -102,12 +105,31 @@ def _agree(
         raise ShardError("; ".join(dict.fromkeys(found)))
 
 
+def _obstacles(model: nn.Module) -> list[str]:
+    """What in the model cannot be sharded, or would be lost."""
+    named = list(model.named_parameters())
+    lazy = [name for name, p in named if isinstance(p, nn.parameter.UninitializedParameter)]
+    odd = [name for name, p in named if name not in lazy and p.requires_grad and not p.is_floating_point()]
+    graded = [name for name, p in named if p.grad is not None]
+    inner = [name for name, module in model.named_modules() if "_onenth" in module.__dict__]
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    found = {
+        "parameters not initialized yet (run one forward first)": lazy,
+        "trainable parameters that are not floating point (complex ones, say)": odd,
+        "parameters with gradients from before, which would be lost (call zero_grad first)": graded,
+        "modules that are sharded already": inner,
+        "modules with sparse gradients (set sparse=False)": sparse,
+    }
+    return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+
+
 def _problems(model: object, optimizer: object, config: Config) -> list[str]:
     if not isinstance(model, nn.Module):
         return [f"model is a {type(model).__name__}, an nn.Module is meant"]
     if "_onenth" in model.__dict__:
         return ["the model is sharded already"]
-    problems = [f"keep_fp32 names no module: {entry}" for entry in layout.check_kept(model, config.dtypes)]
+    problems = _obstacles(model)
+    problems += [f"keep_fp32 names no module: {entry}" for entry in layout.check_kept(model, config.dtypes)]
     if optimizer is None:
         return problems
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -89,6 +89,14 @@ class Parameters:
             parameter.data = view
         self.is_whole = True
 
+    @torch.no_grad()
+    def adopt_replaced(self) -> None:
+        """Take the values of parameters whose `data` was replaced while they were whole (`p.data = tensor`)."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
     def release(self) -> None:
         """Give the full buffer's bytes back; the parameters show NaN until the next gather."""
         for parameter, placeholder in zip(self.parameters, self.placeholders, strict=True):
