@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ def _optimizer(model: nn.Module, sharded: bool) -> Optimizer:
     return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, parameters_as_bucket_view=True, **ADAMW)
 
 
-def build(job: Job, *, dtype: torch.dtype, sharded: bool) -> Step:
-    """fp32 parameters compute under autocast and send bf16 gradients; bf16 parameters do so by themselves."""
+def build(job: Job, *, dtype: torch.dtype, sharded: bool, hook: bool = False) -> Step:
+    """fp32 parameters compute under autocast; bf16 ones compute and send bf16 by themselves.
+
+    hook: fp32 gradients travel in bf16. DDP refuses this hook on gloo by its name; a lambda has another name.
+    """
     mixed = dtype == torch.float32
     model = DistributedDataParallel(job.model(dtype), gradient_as_bucket_view=True, static_graph=True)
-    if mixed:
-        # DDP refuses this hook by its name on gloo, where it works as well; a lambda has another name.
+    if hook:
         model.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     optimizer = _optimizer(model, sharded)
 
@@ -41,37 +44,37 @@ def build(job: Job, *, dtype: torch.dtype, sharded: bool) -> Step:
     return step
 
 
-_MIXED = "autocast to bf16, bf16_compress_hook, gradient_as_bucket_view, static_graph, fused AdamW"
-_PURE = "bf16 model, gradient_as_bucket_view, static_graph, fused AdamW on bf16 parameters: nothing in fp32"
-_ZRO = "parameters_as_bucket_view"
+_COMMON = "gradient_as_bucket_view, static_graph, fused AdamW"
+_MIXED = f"autocast to bf16, fp32 gradients on the wire, {_COMMON}"
+_HOOK = f"autocast to bf16, bf16 gradients on the wire by a hook that DDP refuses on gloo, {_COMMON}"
+_PURE = f"bf16 model, {_COMMON} on bf16 parameters: nothing in fp32"
+_STATES = {False: "fp32 parameters, gradients and moments", True: "fp32 parameters and gradients; fp32 moments /N"}
 
-SYSTEMS = (
-    System(
-        name="ddp",
-        label="DDP",
-        build=functools.partial(build, dtype=torch.float32, sharded=False),
-        holds="fp32 parameters, gradients and moments",
-        setting=_MIXED,
-    ),
-    System(
-        name="ddp-bf16",
-        label="DDP, all bf16",
-        build=functools.partial(build, dtype=torch.bfloat16, sharded=False),
-        holds="bf16 parameters, gradients and moments",
-        setting=_PURE,
-    ),
-    System(
-        name="zro",
-        label="ZeroRedundancyOptimizer",
-        build=functools.partial(build, dtype=torch.float32, sharded=True),
-        holds="fp32 parameters and gradients; fp32 moments /N",
-        setting=f"{_MIXED}, {_ZRO}",
-    ),
-    System(
-        name="zro-bf16",
-        label="ZeroRedundancyOptimizer, all bf16",
-        build=functools.partial(build, dtype=torch.bfloat16, sharded=True),
-        holds="bf16 parameters and gradients; bf16 moments /N",
-        setting=f"{_PURE}, {_ZRO}",
-    ),
+
+def _system(name: str, label: str, suffix: str, sharded: bool, holds: str, setting: str, **how: Any) -> System:
+    return System(
+        name=name + suffix,
+        label=label,
+        build=functools.partial(build, sharded=sharded, **how),
+        holds=holds,
+        setting=f"{setting}, parameters_as_bucket_view" if sharded else setting,
+    )
+
+
+SYSTEMS = tuple(
+    system
+    for name, label, sharded in (("ddp", "DDP", False), ("zro", "ZeroRedundancyOptimizer", True))
+    for system in (
+        _system(name, label, "", sharded, _STATES[sharded], _MIXED, dtype=torch.float32),
+        _system(name, f"{label}, bf16 hook", "-hook", sharded, _STATES[sharded], _HOOK, dtype=torch.float32, hook=True),
+        _system(
+            name,
+            f"{label}, all bf16",
+            "-bf16",
+            sharded,
+            _STATES[sharded].replace("fp32", "bf16"),
+            _PURE,
+            dtype=torch.bfloat16,
+        ),
+    )
 )
