@@ -62,7 +62,12 @@ class Engine:
         self.model, self.units, self.config, self.terms = model, units, config, terms
         self.comm, self.ledger = terms.comm, terms.ledger
         kept = set(config.keep_gathered)
-        self.activities = [Activity(unit, kept=unit.index == 0 or unit.name in kept) for unit in units]
+        self.activities = [
+            Activity(
+                unit, kept=unit.index == 0 or unit.name in kept, reads_in_backward=_reads_in_backward(unit, config)
+            )
+            for unit in units
+        ]
         self.partitions_parameters = ModelState.PARAMETERS in STAGES[config.stage]
         self.residency = Residency(
             self.activities, partitioned=self.partitions_parameters, prefetch=config.prefetch, check=self.check_cap
@@ -170,7 +175,8 @@ class Engine:
             activity.running.add(call)
             will_run = torch._C._will_engine_execute_node
             call.pending = {i for i, node in enumerate(call.inputs) if will_run(node)}
-        self.residency.need(activity)
+        if activity.reads_in_backward:
+            self.residency.need(activity)
         if activity.state is UnitState.GATHERED:
             activity.move(UnitState.BACKWARD)
 
@@ -292,6 +298,12 @@ class Engine:
             f"rank {self.comm.rank} holds {held} bytes in model states and gathered units, max_bytes is {cap}: "
             "use a higher stage, more ranks, or smaller units (max_unit_bytes)"
         )
+
+
+def _reads_in_backward(unit: Unit, config: Config) -> bool:
+    """Whether gradients of the unit need its parameters: those of a lookup need its indices only."""
+    lookups = all(type(module) is nn.Embedding for _, module in unit.modules)
+    return not lookups or config.activations == "recompute"
 
 
 def in_graph_task() -> bool:

@@ -67,6 +67,7 @@ class Activity:
     running: calls whose backward is running.
     ran: whether a forward used the unit since the last backward ended.
     kept: stays whole between forward and backward (the root, and `keep_gathered`).
+    reads_in_backward: whether its backward needs the parameters; if not, it isn't gathered for it.
     pins: open `gathered` contexts.
     held: stays whole until the backward ends, and its exchange waits for that too: its parameters were read outside
         its forward, so that the gradients of its inputs do not tell when it is done.
@@ -76,6 +77,7 @@ class Activity:
 
     unit: Unit
     kept: bool
+    reads_in_backward: bool = True
     state: UnitState = UnitState.SHARDED
     depth: int = 0
     outstanding: dict[int, weakref.WeakSet[Call]] = field(default_factory=dict)
