@@ -7,7 +7,6 @@ on their fast paths; aligned cuts keep the bits of vectorised optimizers indepen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,8 +80,3 @@ class Partition:
             Range(parameter, rank, max(rank * length - offset, 0), min((rank + 1) * length - offset, numel))
             for rank in range(first, last + 1)
         ]
-
-
-def padded_numel(numels: Sequence[int], ranks: int) -> int:
-    """Elements of a flat buffer that holds parameters of these sizes over `ranks`, padding included."""
-    return Partition(tuple(numels), ranks).flat_numel

@@ -79,7 +79,12 @@ class UnitForward:
             enter = functools.partial(_through_view, inputs)
             args = tensors.replace(args, enter)
             kwargs = {key: tensors.replace(value, enter) for key, value in kwargs.items()}
-        self.engine.enter(self.activity)
+        try:
+            self.engine.enter(self.activity)
+        except BaseException:
+            if self.is_root:
+                self.engine.leave_root()
+            raise
         entered = Pass(args, kwargs, inputs, torch._C._autograd._get_sequence_nr(), recomputes=False)
         if torch.is_grad_enabled():
             arrived = sum(tensor.requires_grad for tensor in tensors.find((args, kwargs)))
@@ -95,8 +100,8 @@ class UnitForward:
         recomputes = forward.recomputes or (in_graph_task() and self.activity.has_outstanding)
         if torch.is_grad_enabled() and not recomputes:
             watch(self.engine, self.activity, (output, forward.args, forward.kwargs, self._kept()), forward)
-        if any(self._is_parameter(tensor) for tensor in tensors.find(output)):
-            self.activity.held = self.engine.partitions_parameters  # whoever gets a parameter may use it any time
+        if self.engine.partitions_parameters and any(self._is_parameter(tensor) for tensor in tensors.find(output)):
+            self.activity.held = True  # whoever gets a parameter may use it any time
         if torch.is_autocast_enabled():  # its cache keeps the cast copy of every weight alive
             torch.clear_autocast_cache()
 

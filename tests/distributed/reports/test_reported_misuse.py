@@ -142,6 +142,16 @@ def check_checkpoint_around_recompute(group: dist.ProcessGroup) -> None:
         assert torch.equal(onenth.full_gradient(parameter), expected.grad)
 
 
+def check_failed_start_of_forward(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    model, _ = sharded(group, model, units=(nn.Linear,))
+    dict(model.named_parameters())["0.weight"].data.zero_()
+    with pytest.raises(onenth.ShardError, match="written to"):
+        model(INPUTS)
+    with pytest.raises(onenth.ShardError, match="released"):
+        _ = model[1].weight
+
+
 CHECKS = {
     "models that cannot be sharded": check_refused_models,
     "a step inside gathered": check_step_inside_gathered,
@@ -149,6 +159,7 @@ CHECKS = {
     "gradients cleared by hand": check_gradients_cleared_by_hand,
     "a block that returns its weight": check_returned_weight,
     "an activation captured by a hook": check_captured_activation,
+    "a forward that could not start": check_failed_start_of_forward,
     "a checkpoint around a recomputed block": check_checkpoint_around_recompute,
 }
 
