@@ -122,7 +122,7 @@ its ranks share nothing.
 
 Peak live bytes are those of all tensors during one step, storages that are resized in place included:
 the allocator events of PyTorch's profiler, on the rank that has most. Peak RSS counts from the process's
-start."""
+start. All processes have the heap that `onenth.launch` gives its ranks, which helps every system."""
 
 
 def page(plan: Plan, results: Results, command: str) -> str:

@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from onenth.errors import ConfigError, OnenthError
+from onenth.residual_states.heap import whole_blocks
 from onenth.world import init
 
 _LAUNCHERS = ("torch.distributed.elastic", "torch.multiprocessing")  # whose loggers they are
@@ -94,6 +95,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         stack.enter_context(_signals_kept())
         stack.enter_context(_launcher_quiet())
         stack.enter_context(_interrupts_here_only())
+        stack.enter_context(whole_blocks())
         try:
             values = elastic_launch(_settings(ranks, directory), _rank_main)(call, directory)
             failure = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import onenth
 from onenth.errors import ConfigError
 from onenth.launch import RankError, launch
 from tests.train.conftest import Command, wait_until
@@ -40,6 +44,23 @@ def leave_on_one() -> None:
     if dist.get_rank() == 1:
         sys.exit(0)
     dist.all_reduce(torch.ones(1))
+
+
+def page_faults() -> int:
+    """Pages faulted in during 16 steps at stage 3, over units of several sizes, once the first 8 are taken."""
+    torch.manual_seed(0)
+    widths = [512 + 64 * (number % 3) for number in range(4)]
+    whole = nn.Sequential(*[nn.Sequential(nn.Linear(512, width), nn.Linear(width, 512)) for width in widths])
+    model, optimizer = onenth.shard(whole, torch.optim.AdamW(whole.parameters()), stage=3, units={nn.Sequential})
+    assert optimizer is not None
+    faults = []
+    for _ in range(24):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        optimizer.backward(model(torch.randn(4, 512)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return sum(faults[8:])
 
 
 def hang(started: str) -> None:
@@ -102,3 +123,11 @@ def test_ranks_end_with_the_launching_process(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_until(lambda: not look.processes())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's heap")
+def test_gathered_units_find_their_pages_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap of launched ranks reuses its blocks; the launching process keeps its own settings."""
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=3")
+    assert max(launch(page_faults, 2)) < 1000
+    assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=3"

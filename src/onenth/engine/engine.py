@@ -21,7 +21,7 @@ from onenth.engine.residency import Residency
 from onenth.engine.scaling import LossScaler
 from onenth.errors import ShardError
 from onenth.model_states.unit import Flat, Terms, Unit
-from onenth.residual_states.fragmentation import HeapTrimmer
+from onenth.residual_states.heap import HeapTrimmer
 from onenth.states import STAGES, ModelState
 
 
