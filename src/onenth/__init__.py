@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onenth.anatomy.anatomy import Anatomy
+    from onenth.anatomy.record import record
     from onenth.api import (
         full_gradient,
         full_optimizer_state,
@@ -22,7 +24,15 @@ if TYPE_CHECKING:
     from onenth.breakdown import Breakdown
     from onenth.config import Config, LossScale, Precision
     from onenth.engine.optimizer import ShardedOptimizer
-    from onenth.errors import CheckpointError, ConfigError, OnenthError, PlanError, ShardError, TransferError
+    from onenth.errors import (
+        AnatomyError,
+        CheckpointError,
+        ConfigError,
+        OnenthError,
+        PlanError,
+        ShardError,
+        TransferError,
+    )
     from onenth.launch import launch
     from onenth.world import World, init
 
@@ -44,16 +54,28 @@ _HOMES = {
         "shard",
         "unshard",
     ),
+    "onenth.anatomy.anatomy": ("Anatomy",),
+    "onenth.anatomy.record": ("record",),
     "onenth.breakdown": ("Breakdown",),
     "onenth.config": ("Config", "LossScale", "Precision"),
     "onenth.engine.optimizer": ("ShardedOptimizer",),
-    "onenth.errors": ("CheckpointError", "ConfigError", "OnenthError", "PlanError", "ShardError", "TransferError"),
+    "onenth.errors": (
+        "AnatomyError",
+        "CheckpointError",
+        "ConfigError",
+        "OnenthError",
+        "PlanError",
+        "ShardError",
+        "TransferError",
+    ),
     "onenth.launch": ("launch",),
     "onenth.world": ("World", "init"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Anatomy",
+    "AnatomyError",
     "Breakdown",
     "CheckpointError",
     "Config",
@@ -74,6 +96,7 @@ __all__ = [
     "launch",
     "memory_report",
     "no_sync",
+    "record",
     "register_forward_method",
     "set_full_gradient",
     "set_full_optimizer_state",

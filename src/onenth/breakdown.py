@@ -125,7 +125,7 @@ class Breakdown:
         if compared and all(row.expected is not None for row in rows):
             expected = sum(self.expected.values())
             lines[-1][2:4] = [format_bytes(expected), format_bytes(self.total - expected)]
-        return _aligned(lines if compared else [[line[0], line[1], line[4]] for line in lines])
+        return aligned(lines if compared else [[line[0], line[1], line[4]] for line in lines])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts for JSON: `held` and `expected` as {state: {tier: bytes}}, `notes` as {state: note}."""
@@ -137,8 +137,8 @@ class Breakdown:
         return cls(_flat(data["held"]), _flat(data["expected"]), dict(data["notes"]))
 
 
-def _aligned(lines: list[list[str]]) -> str:
-    """Columns as wide as their widest cell; the first and the last are text, those between are numbers."""
+def aligned(lines: list[list[str]]) -> str:
+    """Lines of text with columns as wide as their widest cell; the first and the last are text, the others numbers."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     last = len(widths) - 1
     return "\n".join(

@@ -25,3 +25,7 @@ class CheckpointError(OnenthError, RuntimeError):
 
 class PlanError(OnenthError, ValueError):
     """A plan cannot be made from what was given."""
+
+
+class AnatomyError(OnenthError, ValueError):
+    """A recording or a memory snapshot cannot be read, or a step cannot be recorded."""

@@ -7,6 +7,7 @@ so a buffer that was resized to zero counts as zero and one that was freed does 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,9 +16,13 @@ from onenth.states import Tier
 
 
 class Ledger:
-    """Labels of live storages: (state's name, tier) by storage."""
+    """Labels of live storages: (state's name, tier) by storage.
+
+    observers: called with (tensor, state, tier) at every registration.
+    """
 
     def __init__(self) -> None:
+        self.observers: list[Callable[[torch.Tensor, str, Tier], None]] = []
         self._labels: dict[int, tuple[StorageWeakRef, str, Tier]] = {}
         self._sweep_at = 1024
 
@@ -28,6 +33,8 @@ class Ledger:
         if len(self._labels) > self._sweep_at:
             self._sweep()
             self._sweep_at = 2 * len(self._labels) + 1024
+        for observer in self.observers:
+            observer(tensor, state, tier)
         return tensor
 
     def label(self, tensor: torch.Tensor) -> tuple[str, Tier] | None:
@@ -37,13 +44,18 @@ class Ledger:
 
     def held(self) -> dict[tuple[str, Tier], int]:
         """Bytes of the live registered storages, by (state, tier); states that hold nothing are left out."""
-        self._sweep()
         total: Counter[tuple[str, Tier]] = Counter()
-        for reference, state, tier in self._labels.values():
+        for storage, state, tier in self.storages():
+            total[(state, tier)] += storage.nbytes()
+        return {key: count for key, count in total.items() if count}
+
+    def storages(self) -> Iterator[tuple[torch.UntypedStorage, str, Tier]]:
+        """The live registered storages, those of no bytes too, with their states and tiers."""
+        self._sweep()
+        for reference, state, tier in list(self._labels.values()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None and storage.nbytes():
-                total[(state, tier)] += storage.nbytes()
-        return dict(total)
+            if storage is not None:
+                yield storage, state, tier
 
     def _sweep(self) -> None:
         self._labels = {key: entry for key, entry in self._labels.items() if not entry[0].expired()}

@@ -32,8 +32,12 @@ class ResidualState(StrEnum):
     RECEIVE = "receive"  # slices that other ranks sent, until they are summed
     SUMS = "sums"  # the fp32 scratch of one sum
     STEP = "step_gradient"  # the fp32 gradient of the segment that is being updated
+    TEMPORARY = "temporary"  # made and freed within one forward, loss, backward or step
+    INPUTS = "inputs"  # what the model's forward is called with
+    OUTPUTS = "outputs"  # made by a forward or a loss, needed by no backward, and held by the caller
     BUFFERS = "buffers"  # module buffers
-    OTHER = "other"
+    OTHER = "other"  # held by other code, beyond the part of the step that made it
+    UNEXPLAINED = "unexplained"  # nobody saw it being made, and nobody says what it is
 
 
 class Tier(StrEnum):

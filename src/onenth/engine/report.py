@@ -16,17 +16,7 @@ from onenth.states import ModelState, ResidualState, Tier
 
 def report(engine: Engine, updater: Updater | None) -> Breakdown:
     """Bytes that this rank holds now, by (state, tier), and the equations' figures for the model states."""
-    placement = costs.Placement(stage=engine.config.stage, ranks=engine.comm.size, rank=engine.comm.rank)
-    expected: Counter[tuple[str, Tier]] = Counter()
-    for flat in engine.flats():
-        sizes = _sizes(flat, updater)
-        backwards = 0 if flat.gradients is None else flat.gradients.backwards
-        unexchanged = flat.gradients is not None and flat.gradients.is_open
-        expected.update(
-            costs.model_state_bytes(
-                [describe(flat, updater)], placement, sizes, backwards=backwards, unexchanged=unexchanged
-            )
-        )
+    expected = equations(engine, updater, backwards=None)
     held = engine.ledger.held()
     local = (str(ResidualState.LOCAL_GRADIENTS), Tier.DEVICE)  # held by `no_sync`: gradients, to the equations
     if local in held:
@@ -39,6 +29,28 @@ def report(engine: Engine, updater: Updater | None) -> Breakdown:
         held.setdefault((str(ModelState.PARAMETERS), Tier.DEVICE), 0)
         shown.setdefault((str(ModelState.PARAMETERS), Tier.DEVICE), 0)
     return Breakdown(held, shown, notes)
+
+
+def equations(engine: Engine, updater: Updater | None, *, backwards: int | None) -> Counter[tuple[str, Tier]]:
+    """The equations' bytes of this rank, by (state, tier).
+
+    backwards: exchanged since the last `zero_grad`; None: as many as each flat buffer has, unexchanged ones included.
+    """
+    placement = costs.Placement(stage=engine.config.stage, ranks=engine.comm.size, rank=engine.comm.rank)
+    expected: Counter[tuple[str, Tier]] = Counter()
+    for flat in engine.flats():
+        gradients = flat.gradients
+        so_far = 0 if gradients is None else gradients.backwards
+        expected.update(
+            costs.model_state_bytes(
+                [describe(flat, updater)],
+                placement,
+                _sizes(flat, updater),
+                backwards=so_far if backwards is None else backwards,
+                unexchanged=backwards is None and gradients is not None and gradients.is_open,
+            )
+        )
+    return expected
 
 
 def describe(flat: Flat, updater: Updater | None) -> costs.FlatBuffer:

@@ -1,0 +1,1 @@
+"""Where the memory of a step goes: recordings, and snapshots of the allocator."""

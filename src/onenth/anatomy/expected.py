@@ -1,0 +1,32 @@
+"""What the equations say the model states hold, while gradients exist."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from onenth.breakdown import Key
+from onenth.engine.engine import Engine
+from onenth.engine.optimizer import ShardedOptimizer
+from onenth.engine.report import equations
+from onenth.states import ModelState, Tier
+
+
+def expected(engine: Engine | None, model: nn.Module, optimizer: Any) -> dict[Key, int]:
+    """Bytes by (state, tier): `costs.model_state_bytes` for a sharded model, sums over parameters for a plain one."""
+    if engine is not None:
+        updater = optimizer.updater if isinstance(optimizer, ShardedOptimizer) else None
+        return {key: count for key, count in equations(engine, updater, backwards=1).items() if count}
+    held: Counter[Key] = Counter()
+    for parameter in model.parameters():
+        held[(str(ModelState.PARAMETERS), Tier.DEVICE)] += parameter.nbytes
+        if parameter.requires_grad and optimizer is not None:
+            held[(str(ModelState.GRADIENTS), Tier.DEVICE)] += parameter.nbytes
+    for parameter, state in ({} if optimizer is None else optimizer.state).items():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                held[(str(name), Tier.DEVICE)] += value.nbytes
+    return dict(held)
