@@ -25,7 +25,7 @@ def expected(engine: Engine | None, model: nn.Module, optimizer: Any) -> dict[Ke
         held[(str(ModelState.PARAMETERS), Tier.DEVICE)] += parameter.nbytes
         if parameter.requires_grad and optimizer is not None:
             held[(str(ModelState.GRADIENTS), Tier.DEVICE)] += parameter.nbytes
-    for parameter, state in ({} if optimizer is None else optimizer.state).items():
+    for state in ({} if optimizer is None else optimizer.state).values():
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor):
                 held[(str(name), Tier.DEVICE)] += value.nbytes

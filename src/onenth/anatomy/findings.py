@@ -127,7 +127,7 @@ def _step_temporaries(at: _Moment) -> Iterator[Finding]:
     for owner, storage in at.held:
         if owner == ResidualState.TEMPORARY:
             operators[storage.operator] += storage.bytes
-    for operator, count in operators.most_common(1):
+    for operator in list(dict(operators.most_common(1))):
         way_out = "fused=True" if "foreach" not in operator else "fused=True, or foreach=False"
         yield Finding(
             ResidualState.TEMPORARY,

@@ -59,9 +59,10 @@ class Owners:
         fake = any(isinstance(parameter, FakeTensor) for parameter in self.model.parameters())
         for one in gc.get_objects():
             kind = type(one)  # some objects warn when they are asked what they are an instance of
-            if issubclass(kind, torch.Tensor) and one.device.type == self.recorder.device:
-                if isinstance(one, FakeTensor) == fake:
-                    yield one
+            if not issubclass(kind, torch.Tensor) or one.device.type != self.recorder.device:
+                continue
+            if isinstance(one, FakeTensor) == fake:
+                yield one
 
     def _follow_ledger(self) -> None:
         if self.engine is None:

@@ -44,13 +44,13 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, phases: Phases, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phases, self.device = phases, device
         self.tape = Tape()
         self.is_open = False
         self._live: dict[int, tuple[Seen, weakref.ref[torch.UntypedStorage]]] = {}
         self._writes: dict[Any, bool] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        self._hooks: Any = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
         self._run = 0
 
@@ -64,15 +64,15 @@ class Recorder(TorchDispatchMode):
             recorder.resized(storage)
             return storage
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
         torch.get_rng_state = self._random_state
         self._hooks.__enter__()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Stop recording."""
         self._end_run()
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         torch.get_rng_state = torch.random.get_rng_state
