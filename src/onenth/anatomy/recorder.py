@@ -65,7 +65,7 @@ class Recorder(TorchDispatchMode):
             return storage
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        torch.get_rng_state = self._random_state
+        torch.get_rng_state = _watched_random_state(self)
         self._hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -114,14 +114,12 @@ class Recorder(TorchDispatchMode):
             self.tape.runs_end[self._run] = len(self.tape.marks)
             self._run = 0
 
-    def _random_state(self) -> torch.Tensor:
-        """The generator's state, which no operator makes: what checkpointing keeps to draw the same numbers again."""
-        state = torch.random.get_rng_state()
+    def random_state(self, state: torch.Tensor) -> None:
+        """A generator's state was copied, which no operator does: checkpointing keeps it to draw the numbers again."""
         phase = self._phase()
         seen = self._note(state, "get_rng_state", phase)
         if seen is not None and self.phases.known[phase].part is Part.FORWARD:
             seen.keeper = seen.module
-        return state
 
     def note(self, tensor: torch.Tensor, label: str | None = None) -> None:
         """A tensor was found; `label`: the state that it belongs to. An earlier label gives way."""
@@ -233,12 +231,13 @@ class Recorder(TorchDispatchMode):
     def _pack(self, tensor: torch.Tensor) -> Any:
         seen = self._note(tensor, None, self._phase())
         if seen is None:
-            return _Unseen(tensor)
+            return _Unseen(tensor if tensor.grad_fn is None else tensor.detach())
         seen.saves += 1
         seen.unneeded = None
         if seen.keeper is None:
             seen.keeper = self.phases.known[self.phases.now()].module
-        return _Saved(tensor, seen, self)
+        # An operator's own output, kept as it is, would hold the node that holds it: a cycle that nothing ever breaks.
+        return _Saved(tensor if tensor.grad_fn is None else tensor.detach(), seen, self)
 
     def unsaved(self, seen: Seen) -> None:
         """Autograd has dropped one of the saves of a storage."""
@@ -254,6 +253,20 @@ class _Unseen:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+def _watched_random_state(recorder: Recorder) -> Callable[[], torch.Tensor]:
+    """`torch.get_rng_state` that tells the recorder while there is one; others may keep the function for good."""
+    reference = weakref.ref(recorder)
+
+    def get_rng_state() -> torch.Tensor:
+        state = torch.random.get_rng_state()
+        found = reference()
+        if found is not None and found.is_open:
+            found.random_state(state)
+        return state
+
+    return get_rng_state
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
