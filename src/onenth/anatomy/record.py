@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,6 +16,7 @@ from onenth.anatomy.owners import Owners
 from onenth.anatomy.phases import Phases
 from onenth.anatomy.recorder import Recorder
 from onenth.errors import AnatomyError
+from onenth.residual_states.out_of_memory import is_out_of_memory
 
 _recording: list[Recorder] = []  # the one that runs
 
@@ -74,10 +74,3 @@ def _device(model: nn.Module) -> str:
         return str(engine.comm.device.type)
     found = [tensor.device.type for tensor in (*model.parameters(), *model.buffers())]
     return next((kind for kind in found if kind != "meta"), "cpu")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator could not give what was asked for: an accelerator's, or the CPU's."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error) and "memory" in str(error)
-    )

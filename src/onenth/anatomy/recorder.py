@@ -1,28 +1,34 @@
-"""The recorder: sees every storage being made, resized and freed, and what autograd keeps of it.
+"""The recorder: writes down every storage being made, resized and freed, and what autograd keeps of it.
 
-Made: a dispatch mode sees the results of every operator, below autograd. Freed: a storage's Python object lives exactly
-as long as the storage, so a weak reference to it tells the moment. Resized: through `UntypedStorage.resize_`, or by an
-operator that writes. Kept: hooks on what autograd saves, which last until the graph lets go.
-
-Not seen: what kernels allocate and free inside one operator; changes of saved tensors in place, which PyTorch reports
-without these hooks, go unnoticed while a step is recorded.
+The storages are seen by `residual_states/storages.py`. Kept: hooks on what autograd saves, which last until the graph
+lets go. Changes of saved tensors in place, which PyTorch reports without these hooks, go unnoticed while a step is
+recorded.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from onenth.anatomy.phases import Part, Phases
 from onenth.anatomy.tape import Mark, Seen, Tape
+from onenth.residual_states.out_of_memory import is_out_of_memory
+from onenth.residual_states.storages import StorageWatch, watch_resizes
 from onenth.states import ResidualState, Tier
 
-_FRESH = torch.ops.aten.lift_fresh.default  # what `torch.tensor` passes its new tensor through
+
+@dataclass(frozen=True)
+class Failure:
+    """Where an operator ran out of memory. position: on the tape. operator: its name."""
+
+    position: int
+    phase: str
+    operator: str
 
 
 class _Saved:
@@ -37,34 +43,26 @@ class _Saved:
         self.recorder.unsaved(self.seen)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(StorageWatch[Seen]):
     """Writes the tape of the storages on one device type, and of the host's.
 
     device: the type of the device that the model trains on ("cuda"); its storages are on Tier.DEVICE.
+    failure: where an operator ran out of memory last.
     """
 
     def __init__(self, phases: Phases, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.phases, self.device = phases, device
         self.tape = Tape()
-        self.is_open = False
-        self._live: dict[int, tuple[Seen, weakref.ref[torch.UntypedStorage]]] = {}
-        self._writes: dict[Any, bool] = {}
+        self.failure: Failure | None = None
         self._hooks: Any = saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
-        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+        self._end_resizes: Callable[[], None] = lambda: None
         self._run = 0
 
     def open(self) -> None:
         """Start to record."""
         self.is_open = True
-        recorder, plain = self, self._resize
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            plain(storage, size)
-            recorder.resized(storage)
-            return storage
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._end_resizes = watch_resizes(self.resized)
         torch.get_rng_state = _watched_random_state(self)
         self._hooks.__enter__()
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -74,31 +72,18 @@ class Recorder(TorchDispatchMode):
         self._end_run()
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__()
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._end_resizes()
         torch.get_rng_state = torch.random.get_rng_state
         self.is_open = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a tensor made of others: what it does with them is seen
-        kwargs = kwargs or {}
         phase = self._phase()
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        for tensor in given:
-            self._note(tensor, func if func is _FRESH else None, phase)
-        result = func(*args, **kwargs)
-        for tensor in _tensors((result,)):
-            self._note(tensor, func, phase)
-        if self._is_writing(func):
-            for tensor in given:
-                self.resized(tensor.untyped_storage())
-        return result
-
-    def _is_writing(self, func: Any) -> bool:
-        known = self._writes.get(func)
-        if known is None:
-            known = self._writes[func] = bool(func._schema.is_mutable)
-        return known
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if self.failure is None and is_out_of_memory(error):
+                self.failure = Failure(len(self.tape.marks), self.phases.known[phase].name, str(func))
+            raise
 
     def _phase(self) -> int:
         """The running phase; a recomputation that it is not part of any more has ended."""
@@ -117,119 +102,91 @@ class Recorder(TorchDispatchMode):
     def random_state(self, state: torch.Tensor) -> None:
         """A generator's state was copied, which no operator does: checkpointing keeps it to draw the numbers again."""
         phase = self._phase()
-        seen = self._note(state, "get_rng_state", phase)
+        seen = self.see(state, "get_rng_state")
         if seen is not None and self.phases.known[phase].part is Part.FORWARD:
             seen.keeper = seen.module
 
     def note(self, tensor: torch.Tensor, label: str | None = None) -> None:
         """A tensor was found; `label`: the state that it belongs to. An earlier label gives way."""
-        seen = self._note(tensor, None, self._phase())
+        seen = self.see(tensor)
         if seen is not None and label is not None:
             seen.label = label
 
     def label(self, tensor: torch.Tensor) -> str | None:
         """The state that somebody has said the tensor's storage belongs to."""
-        found = self._live.get(tensor.untyped_storage()._cdata)
-        return None if found is None else found[0].label
+        found = self.entry(tensor.untyped_storage())
+        return None if found is None else found.label
 
     def keep(self, tensor: torch.Tensor, keeper: str) -> None:
         """A graph that was made before the recording keeps the tensor."""
-        seen = self._note(tensor, None, self._phase())
+        seen = self.see(tensor)
         if seen is not None and seen.label in (None, ResidualState.OTHER):
             seen.label, seen.keeper = None, keeper
 
     def note_storage(self, storage: torch.UntypedStorage, label: str, like: torch.device) -> None:
         """A storage was found, of which no tensor is at hand."""
-        found = self._live.get(storage._cdata)
-        seen = found[0] if found else self._add(storage, like.type, (storage.nbytes(),), "", None, self._phase())
+        seen = self.entry(storage)
+        if seen is None and (seen := self._add(storage, like.type, (storage.nbytes(),), "", None)) is not None:
+            self.enter(storage, seen)
         if seen is not None:
             seen.label = label
 
-    def _note(self, tensor: torch.Tensor, func: Any, phase: int) -> Seen | None:
-        """What is known about the tensor's storage; an unknown one is new, made by `func` (None: out of sight)."""
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse and opaque tensors have none of their own
-            return None
-        found = self._live.get(storage._cdata)
-        if found is not None:
-            return found[0]
-        made_by = None if func is None else str(func).removesuffix(".default")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return self._add(storage, tensor.device.type, tuple(tensor.shape), dtype, made_by, phase)
+    def made(self, storage: torch.UntypedStorage, like: torch.Tensor, operator: str | None) -> Seen | None:
+        """Write the allocation of a new storage."""
+        dtype = str(like.dtype).removeprefix("torch.")
+        return self._add(storage, like.device.type, tuple(like.shape), dtype, operator)
 
     def _add(
-        self,
-        storage: torch.UntypedStorage,
-        device: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        made_by: str | None,
-        phase: int,
+        self, storage: torch.UntypedStorage, device: str, shape: tuple[int, ...], dtype: str, operator: str | None
     ) -> Seen | None:
         if device != self.device and device != "cpu":
             return None  # meta tensors hold nothing; another accelerator is not this rank's
-        tier = Tier.DEVICE if device == self.device else Tier.HOST
-        tape, key = self.tape, storage._cdata
+        phase = self._phase()
         known = self.phases.known[phase]
-        number = len(tape.seen)
-        made = tape.write(Mark.ALLOCATION, number, phase, self.phases.turn)
+        number = len(self.tape.seen)
+        made = self.tape.write(Mark.ALLOCATION, number, phase, self.phases.turn)
         seen = Seen(
             number,
             storage.nbytes(),
-            tier,
+            Tier.DEVICE if device == self.device else Tier.HOST,
             tuple(int(size) for size in shape),
             dtype,
-            made_by,
+            operator,
             known.module,
             phase,
             self.phases.turn,
             self._run if known.part is Part.RECOMPUTE else 0,
             made,
         )
-        tape.seen.append(seen)
-        self._live[key] = (seen, weakref.ref(storage, lambda _: self._freed(key)))
+        self.tape.seen.append(seen)
         return seen
 
-    def _freed(self, key: int) -> None:
-        seen, _ = self._live.pop(key)
-        if self.is_open:
-            self._release(seen)
+    def freed(self, entry: Seen) -> None:
+        """Write the release of a storage."""
+        entry.gone = self.tape.write(Mark.RELEASE, entry.number, self._phase(), self.phases.turn)
+        entry.gone_turn = self.phases.turn
 
-    def _release(self, seen: Seen) -> None:
-        seen.gone = self.tape.write(Mark.RELEASE, seen.number, self._phase(), self.phases.turn)
-        seen.gone_turn = self.phases.turn
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage may have another size now: what it held is gone, what it holds is new."""
-        found = self._live.get(storage._cdata)
-        if found is None or not self.is_open or storage.nbytes() == found[0].bytes:
-            return
-        old, reference = found
+    def grown(self, entry: Seen, storage: torch.UntypedStorage) -> Seen:
+        """Under a new size a storage goes on under a new number."""
+        if storage.nbytes() == entry.bytes:
+            return entry
         phase, number = self._phase(), len(self.tape.seen)
-        made = self.tape.write(Mark.ALLOCATION, number, phase, self.phases.turn)
-        new = Seen(
-            number,
-            storage.nbytes(),
-            old.tier,
-            old.shape,
-            old.dtype,
-            old.operator,
-            old.module,
-            phase,
-            self.phases.turn,
-            self._run,
-            made,
-            label=old.label,
-            keeper=old.keeper,
-            saves=old.saves,
+        new = replace(
+            entry,
+            number=number,
+            bytes=storage.nbytes(),
+            phase=phase,
+            turn=self.phases.turn,
+            run=self._run,
+            made=self.tape.write(Mark.ALLOCATION, number, phase, self.phases.turn),
+            unneeded=None,
         )
         self.tape.seen.append(new)
-        self._live[storage._cdata] = (new, reference)
-        self._release(old)
+        self.freed(entry)
+        return new
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        seen = self._note(tensor, None, self._phase())
+        seen = self.see(tensor)
         if seen is None:
             return _Unseen(tensor if tensor.grad_fn is None else tensor.detach())
         seen.saves += 1
@@ -267,12 +224,3 @@ def _watched_random_state(recorder: Recorder) -> Callable[[], torch.Tensor]:
         return state
 
     return get_rng_state
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results; lists of them included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
