@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from onenth.launch import launch
+    from onenth.residual_states.out_of_memory import OutOfMemoryError
     from onenth.world import World, init
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ _HOMES = {
         "TransferError",
     ),
     "onenth.launch": ("launch",),
+    "onenth.residual_states.out_of_memory": ("OutOfMemoryError",),
     "onenth.world": ("World", "init"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -82,6 +84,7 @@ __all__ = [
     "ConfigError",
     "LossScale",
     "OnenthError",
+    "OutOfMemoryError",
     "PlanError",
     "Precision",
     "ShardError",

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from onenth.anatomy.out_of_memory import explain_steps
 from onenth.breakdown import Breakdown
 from onenth.comm import Communicator
 from onenth.config import Config
@@ -56,7 +57,9 @@ def shard(
     place = torch.device(device) if device is not None else local_device(group)
     comm = Communicator(group, place, resolved.timeout_delta)
     model, sharded = shard_in_place(model, optimizer, resolved, comm, init)
-    _extend(model, engine_of(model))
+    engine = engine_of(model)
+    _extend(model, engine)
+    explain_steps(model, engine)
     return model, sharded
 
 
@@ -134,6 +137,8 @@ def unshard(model: nn.Module) -> nn.Module:
     for parameter, value in values.items():
         parameter.grad = None
         parameter.data = value
+    if engine.cap is not None:
+        engine.cap.close()
     del model.__dict__["_onenth"]
     engine.closed = True
     return model

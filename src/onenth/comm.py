@@ -12,8 +12,10 @@ Tensors (N ranks, L elements a shard):
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,6 +27,9 @@ from onenth.errors import TransferError
 
 _KINDS = {"gather": 0, "exchange": 1, "sums": 2, "control": 3}
 _CALLS, _UNITS, _FLATS = 2**12, 2**13, 2**4  # with 4 kinds: 31 bits, what a gloo tag holds
+
+_MOMENT = 0.5  # seconds that a rank which failed gives the others to fail as well, before it stops their waiting
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 NATIVE = frozenset({"nccl", "xccl", "hccl", "mccl", "fake"})  # backends whose collectives are worth using
 
@@ -48,6 +53,7 @@ class Transfer:
     tensors: tuple[torch.Tensor, ...]
     rank: int
     timeout: timedelta
+    failed: Callable[[], str | None]
     done: bool = field(default=False)
 
     def wait(self) -> None:
@@ -62,6 +68,8 @@ class Transfer:
         self.works, self.tensors, self.done = [], (), True
 
     def _failure(self, peer: int | None, error: RuntimeError) -> str:
+        if (why := self.failed()) is not None:
+            return f"rank {self.rank}, {self.what}: {why}"
         other = "the other ranks" if peer is None else f"rank {peer}"
         text = str(error)
         if "closed by peer" in text or "reset by peer" in text or "pair closure" in text:
@@ -87,7 +95,7 @@ class Communicator:
     """
 
     def __init__(self, group: Any, device: torch.device, timeout: timedelta, *, native: bool | None = None) -> None:
-        self.group = group if group is not None else dist.group.WORLD
+        self.group: Any = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.device = device
@@ -98,6 +106,7 @@ class Communicator:
         self.counters: Counter[str] = Counter()
         self._calls: Counter[tuple[str, int, int]] = Counter()
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._failures = 0  # of this rank, told to the others
 
     def gather(self, flat: torch.Tensor, label: Label) -> Transfer:
         """Fill `flat` (N·L,) with every rank's segment; this rank's own segment must be in place already."""
@@ -174,6 +183,44 @@ class Communicator:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def fail(self, why: str) -> bool:
+        """Tell the others that this rank cannot finish its step; returns whether all ranks say so of theirs.
+
+        why: names this rank. If not all ranks fail within a moment, those that wait for this one are let go: their
+        transfers fail at once, with `why`, and the group is of no further use.
+        """
+        if self.size == 1 or self.simulated:
+            return True
+        store, key = self.group.get_group_store(), f"onenth/failure/{self._failures}"
+        store.compare_set(key, "", why)
+        failed = store.add(f"{key}/ranks", 1)
+        until = time.monotonic() + _MOMENT
+        while failed < self.size and time.monotonic() < until:
+            time.sleep(_MOMENT / 50)
+            failed = store.add(f"{key}/ranks", 0)
+        self._failures += 1
+        if failed < self.size:
+            self._let_go()
+        return bool(failed >= self.size)
+
+    def _let_go(self) -> None:
+        if self.native:  # not yet run on a GPU
+            self.group.abort()
+            return
+        # gloo closes all connections of a group when one wait runs out of time; there is no other way to ask for it.
+        nothing = torch.empty(1, device=self.device)
+        with suppress(RuntimeError):
+            work: Any = dist.irecv(nothing, group=self.group, tag=_NEVER_SENT, group_src=self._peers[0])
+            work.wait(timedelta(milliseconds=1))
+
+    def why_failed(self) -> str | None:
+        """What a rank that could not finish its step has told; None: none has told anything."""
+        with suppress(RuntimeError):  # the store may be gone with the rank that held it
+            store, key = self.group.get_group_store(), f"onenth/failure/{self._failures}"
+            if store.check([key]):
+                return str(store.get(key).decode())
+        return None
+
     def _swap(
         self,
         label: Label,
@@ -200,7 +247,8 @@ class Communicator:
         try:
             return call(tensor, group=self.group, tag=tag, **{side: peer})
         except RuntimeError as error:
-            raise TransferError(f"rank {self.rank}: rank {peer} is gone or gave up ({error})") from error
+            why = self.why_failed() or f"rank {peer} is gone or gave up ({error})"
+            raise TransferError(f"rank {self.rank}: {why}") from error
 
     def _transfer(
         self,
@@ -209,5 +257,5 @@ class Communicator:
         tensors: tuple[torch.Tensor, ...],
         call: int | None = None,
     ) -> Transfer:
-        number = "" if call is None else f", call {call + 1}"
-        return Transfer(f"{label.kind} of {label.name}{number}", works, tensors, self.rank, self.timeout)
+        what = f"{label.kind} of {label.name}" + ("" if call is None else f", call {call + 1}")
+        return Transfer(what, works, tensors, self.rank, self.timeout, self.why_failed)

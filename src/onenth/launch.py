@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from onenth.anatomy.out_of_memory import explain_uncaught
 from onenth.errors import ConfigError, OnenthError
 from onenth.residual_states.heap import whole_blocks
 from onenth.world import init
@@ -195,7 +196,7 @@ def _rank_main(call: bytes, directory: str) -> bytes:
         _join()
         value = pickle.dumps(fn(*args))
     except BaseException as error:  # also SystemExit: every end but a returned value is a failure
-        _write_failure(error, Path(directory))
+        _write_failure(explain_uncaught(error) or error, Path(directory))
         time.sleep(_NOTICE)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -241,7 +242,7 @@ def _write_failure(error: BaseException, directory: Path) -> None:
     text = " ".join(str(error).split())
     failure = _Failure(
         rank=rank,
-        moment=time.monotonic_ns(),
+        moment=getattr(error, "moment", time.monotonic_ns()),
         summary=f"{type(error).__name__}: {text}" if text else type(error).__name__,
         details="".join(traceback.format_exception(error)),
         exception=exception,

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import onenth
-from onenth.anatomy import record as recording
+from onenth.anatomy.recorder import running
 from onenth.anatomy.timeline import Kind
 from onenth.states import Tier
 from tests.distributed.live import LiveBytes
@@ -267,7 +267,7 @@ def test_a_recording_keeps_nothing_alive() -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Dropout())  # softmax saves its own output
         gone.extend(weakref.ref(parameter) for parameter in model.parameters())
         with onenth.record(model):
-            gone.append(weakref.ref(recording._recording[0]))
+            gone.append(weakref.ref(running()))
             step(model)
             return torch.get_rng_state  # as torch._dynamo does that is imported meanwhile
 

@@ -80,6 +80,7 @@ class Phases:
         for undo in self._undo:
             undo()
         self._undo.clear()
+        self._node = None  # it holds its graph
 
     def _called(self, module: nn.Module, _: Any) -> None:
         path = self.paths.get(module)

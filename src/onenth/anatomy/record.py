@@ -12,13 +12,12 @@ from torch import nn
 from onenth.anatomy.anatomy import Anatomy
 from onenth.anatomy.attribution import attribute
 from onenth.anatomy.expected import expected
+from onenth.anatomy.out_of_memory import raise_explained
 from onenth.anatomy.owners import Owners
 from onenth.anatomy.phases import Phases
-from onenth.anatomy.recorder import Recorder
+from onenth.anatomy.recorder import Recorder, running, set_running
 from onenth.errors import AnatomyError
 from onenth.residual_states.out_of_memory import is_out_of_memory
-
-_recording: list[Recorder] = []  # the one that runs
 
 
 @contextmanager
@@ -28,12 +27,12 @@ def record(
     """Record what happens to memory inside: any number of steps, sharded or plain, on real or on fake tensors.
 
     model: its modules name phases and activations. optimizer: its `step` is a phase; its states are owners.
-    on_oom: called with the anatomy if what is inside runs out of memory; the error goes on.
+    on_oom: called with the anatomy if what is inside runs out of memory; the error goes on, explained.
 
     The anatomy is complete when the block ends, by an exception too: then it holds what came before it.
     Raises AnatomyError inside another recording.
     """
-    if _recording:
+    if running() is not None:
         raise AnatomyError("a recording runs already, and recordings do not nest")
     device = _device(model)
     phases = Phases(model)
@@ -46,8 +45,8 @@ def record(
     try:
         with ExitStack() as stack:
             stack.callback(_finish, anatomy, recorder, phases)
-            _recording.append(recorder)
-            stack.callback(_recording.clear)
+            set_running(recorder)
+            stack.callback(set_running, None)
             stack.callback(lambda: setattr(anatomy, "expected", expected(owners.engine, model, optimizer)))
             recorder.open()
             stack.callback(recorder.close)
@@ -60,6 +59,7 @@ def record(
         anatomy.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if on_oom is not None and is_out_of_memory(error):
             on_oom(anatomy)
+        raise_explained(error, "a part of the step", model, recorder)
         raise
 
 

@@ -212,6 +212,19 @@ class _Unseen:
         self.tensor = tensor
 
 
+_running: list[Recorder] = []
+
+
+def running() -> Recorder | None:
+    """The recorder that is recording, if one is."""
+    return _running[0] if _running else None
+
+
+def set_running(recorder: Recorder | None) -> None:
+    """Say which recorder is recording."""
+    _running[:] = [] if recorder is None else [recorder]
+
+
 def _watched_random_state(recorder: Recorder) -> Callable[[], torch.Tensor]:
     """`torch.get_rng_state` that tells the recorder while there is one; others may keep the function for good."""
     reference = weakref.ref(recorder)

@@ -58,6 +58,13 @@ class Tape:
     turns: array[int] = field(default_factory=lambda: array("l"))
     runs_end: dict[int, int] = field(default_factory=dict)
 
+    def until(self, position: int) -> Tape:
+        """What was on the tape before a position; what happened to its storages later is known all the same."""
+        numbers = self.numbers[:position]
+        seen = self.seen[: max(numbers, default=-1) + 1]
+        ends = {run: end for run, end in self.runs_end.items() if end <= position}
+        return Tape(seen, self.marks[:position], numbers, self.phases[:position], self.turns[:position], ends)
+
     def write(self, mark: Mark, number: int, phase: int, turn: int) -> int:
         """Note a mark; returns its position."""
         self.marks.append(mark)

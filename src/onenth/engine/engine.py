@@ -20,7 +20,9 @@ from onenth.engine.machine import Activity, Call, UnitState
 from onenth.engine.residency import Residency
 from onenth.engine.scaling import LossScaler
 from onenth.errors import ShardError
+from onenth.model_states.optimizer_states import Updater
 from onenth.model_states.unit import Flat, Terms, Unit
+from onenth.residual_states.cap import Cap
 from onenth.residual_states.heap import HeapTrimmer
 from onenth.states import STAGES, ModelState
 
@@ -56,6 +58,10 @@ class Engine:
     refresh: lays units out anew whose parameters were unfrozen (`layout.refresh`).
     closed: whether the model was made plain again.
     heap: keeps resident memory near what is live, on a CPU.
+    updater: runs the optimizer on this rank's N-th; None without an optimizer.
+    cap: counts what `max_bytes` caps, where the allocator cannot.
+    batch: the size of the first dimension of what the model's forward was last called with.
+    explain: called with an error and the part of the step that it ends; raises a better one where there is one.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], config: Config, terms: Terms) -> None:
@@ -69,9 +75,7 @@ class Engine:
             for unit in units
         ]
         self.partitions_parameters = ModelState.PARAMETERS in STAGES[config.stage]
-        self.residency = Residency(
-            self.activities, partitioned=self.partitions_parameters, prefetch=config.prefetch, check=self.check_cap
-        )
+        self.residency = Residency(self.activities, partitioned=self.partitions_parameters, prefetch=config.prefetch)
         self.exchanger = Exchanger(self.activities, terms.free)
         self.generation = 0
         self.root_depth = 0
@@ -84,6 +88,10 @@ class Engine:
             parameter._onenth = weakref.ref(self)  # type: ignore[attr-defined]
         self.closed = False
         self.heap = HeapTrimmer(self.comm.device)
+        self.updater: Updater | None = None
+        self.cap: Cap | None = None
+        self.batch: int | None = None
+        self.explain: Callable[[BaseException, str], None] = lambda error, part: None
 
     @property
     def root(self) -> Activity:
@@ -238,6 +246,12 @@ class Engine:
         self.in_backward = self.accumulated = False
         self.residency.order.end()
 
+    def let_go(self) -> None:
+        """A backward has ended or failed: calls of it that still count as running would keep its graph alive."""
+        for activity in self.activities:
+            for call in list(activity.running):
+                activity.finish(call)
+
     # Between steps
 
     def rest(self) -> None:
@@ -288,16 +302,6 @@ class Engine:
             for flat in activity.unit.flats
             for index, parameter in enumerate(flat.parameters.parameters)
         }
-
-    def check_cap(self) -> None:
-        """Raise ShardError if this rank holds more than `max_bytes`."""
-        cap = self.config.max_bytes
-        if cap is None or (held := sum(self.ledger.held().values())) <= cap:
-            return
-        raise ShardError(
-            f"rank {self.comm.rank} holds {held} bytes in model states and gathered units, max_bytes is {cap}: "
-            "use a higher stage, more ranks, or smaller units (max_unit_bytes)"
-        )
 
 
 def _reads_in_backward(unit: Unit, config: Config) -> bool:

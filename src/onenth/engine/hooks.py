@@ -87,9 +87,16 @@ class UnitForward:
             raise
         entered = Pass(args, kwargs, inputs, torch._C._autograd._get_sequence_nr(), recomputes=False)
         if torch.is_grad_enabled():
-            arrived = sum(tensor.requires_grad for tensor in tensors.find((args, kwargs)))
-            entered.all_watched = arrived <= len(inputs)
+            given = list(tensors.find((args, kwargs)))
+            entered.all_watched = sum(tensor.requires_grad for tensor in given) <= len(inputs)
+            self._note_size(given)
         return entered
+
+    def _note_size(self, given: list[torch.Tensor]) -> None:
+        """What an explanation of an out-of-memory error asks for."""
+        self.activity.input_bytes = sum(tensor.nbytes for tensor in given)
+        if self.is_root:
+            self.engine.batch = next((len(tensor) for tensor in given if tensor.dim()), None)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
@@ -144,6 +151,7 @@ def wrap(engine: Engine, activity: Activity, module: nn.Module, name: str = "for
             surround.after(entered, output)
         except RuntimeError as error:
             if surround.is_root:
+                engine.explain(error, "forward")
                 explain_dtype_error(engine.model, error)
             raise
         finally:

@@ -71,6 +71,7 @@ class Activity:
     pins: open `gathered` contexts.
     held: stays whole until the backward ends, and its exchange waits for that too: its parameters were read outside
         its forward, so that the gradients of its inputs do not tell when it is done.
+    input_bytes: of the tensors that its forward was last called with, for a backward to come.
     sticky: stays whole until the next step: a graph through a backward (create_graph) may need it again.
     undo: takes the hooks on the unit's parameters away again, one call a hook.
     """
@@ -85,6 +86,7 @@ class Activity:
     ran: bool = False
     pins: int = 0
     held: bool = False
+    input_bytes: int = 0
     sticky: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)
 

@@ -67,10 +67,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             (loss * self.scaler.scale if self.scaler.active else loss).backward(**kwargs)
         except RuntimeError as error:
+            self.engine.explain(error, "backward")
             explain_released(error)
             raise
         finally:
             self.engine.scaling = False
+            self.engine.let_go()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip if configured, update, or skip on all ranks if any has an Inf or NaN.
@@ -79,6 +81,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises ShardError for gradients held back by `no_sync`, for a plain `loss.backward()` in fp16, and, outside
         fp16, after `max_skipped` skips in a row.
         """
+        try:
+            return self._step(closure)
+        except RuntimeError as error:
+            self.engine.explain(error, "optimizer step")
+            raise
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.engine.closed:
             raise ShardError("the model was made plain again by onenth.unshard: make a new optimizer")
         if any(activity.pins for activity in self.engine.activities):

@@ -31,12 +31,16 @@ def report(engine: Engine, updater: Updater | None) -> Breakdown:
     return Breakdown(held, shown, notes)
 
 
-def equations(engine: Engine, updater: Updater | None, *, backwards: int | None) -> Counter[tuple[str, Tier]]:
+def equations(
+    engine: Engine, updater: Updater | None, *, backwards: int | None, stage: int | None = None
+) -> Counter[tuple[str, Tier]]:
     """The equations' bytes of this rank, by (state, tier).
 
     backwards: exchanged since the last `zero_grad`; None: as many as each flat buffer has, unexchanged ones included.
+    stage: None is the engine's own.
     """
-    placement = costs.Placement(stage=engine.config.stage, ranks=engine.comm.size, rank=engine.comm.rank)
+    stage = engine.config.stage if stage is None else stage
+    placement = costs.Placement(stage=stage, ranks=engine.comm.size, rank=engine.comm.rank)
     expected: Counter[tuple[str, Tier]] = Counter()
     for flat in engine.flats():
         gradients = flat.gradients

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from onenth.comm import Transfer
 from onenth.engine.machine import Activity, UnitState
 from onenth.engine.schedule import GatherOrder
@@ -13,14 +11,11 @@ class Residency:
     """Gathers units before use and releases them after it; at stages 0 to 2 there is nothing to move.
 
     partitioned: whether the stage partitions parameters.
-    check: called when a gather has taken its bytes.
     ahead: the unit whose gather runs ahead of its use, if any.
     """
 
-    def __init__(
-        self, activities: list[Activity], *, partitioned: bool, prefetch: bool, check: Callable[[], None]
-    ) -> None:
-        self.activities, self.partitioned, self.prefetch, self.check = activities, partitioned, prefetch, check
+    def __init__(self, activities: list[Activity], *, partitioned: bool, prefetch: bool) -> None:
+        self.activities, self.partitioned, self.prefetch = activities, partitioned, prefetch
         self.order = GatherOrder()
         self.ahead: Activity | None = None
         self._transfers: dict[Activity, list[Transfer]] = {}
@@ -48,9 +43,7 @@ class Residency:
         self._complete(activity)
 
     def _start(self, activity: Activity) -> None:
-        transfers = activity.unit.gather() if self.partitioned else []
-        self._transfers[activity] = transfers
-        self.check()
+        self._transfers[activity] = activity.unit.gather() if self.partitioned else []
         activity.move(UnitState.GATHERING)
 
     def _complete(self, activity: Activity) -> None:

@@ -23,6 +23,7 @@ from onenth.model_states.gradients import Free
 from onenth.model_states.scratch import Scratch
 from onenth.model_states.unit import Terms
 from onenth.residual_states import buffers
+from onenth.residual_states.cap import put_cap
 from onenth.states import STAGES, ResidualState
 
 log = logging.getLogger("onenth")
@@ -45,11 +46,11 @@ def shard(
     engine = Engine(model, units, config, terms)
     _hook(engine)
     sharded = None if optimizer is None else _take_over(engine, optimizer)
-    updater = None if sharded is None else sharded.updater
-    engine.refresh = _refresher(engine, optimizer, updater)
+    engine.updater = None if sharded is None else sharded.updater
+    engine.refresh = _refresher(engine, optimizer, engine.updater)
     model.__dict__["_onenth"] = engine
     _announce(engine, replicated, any(comm.tell_all(differed)))
-    engine.check_cap()
+    engine.cap = put_cap(engine, config.max_bytes, comm, engine.ledger)
     return model, sharded
 
 

@@ -73,13 +73,16 @@ class Parameters:
         return self.segment(self.full, self.comm.rank)
 
     @torch.no_grad()
-    def gather(self, label: Label) -> Transfer:
-        """Start filling the full buffer from every rank's shard. Raises ShardError if a placeholder was written to."""
+    def reserve(self) -> None:
+        """Take the full buffer's bytes for a gather. Raises ShardError if a placeholder was written to."""
         assert self.partitioned
         assert not self.is_whole
-        assert self.source is not None
         self._check_placeholders()
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+
+    def gather(self, label: Label) -> Transfer:
+        """Start filling the full buffer, whose bytes are there, from every rank's shard."""
+        assert self.source is not None
         self.own.copy_(self.source)
         return self.comm.gather(self.full, label)
 

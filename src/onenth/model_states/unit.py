@@ -123,7 +123,13 @@ class Unit:
         return Label(kind, self.index, self.flats.index(flat), f"unit {self.name}")
 
     def gather(self) -> list[Transfer]:
-        """Start gathering the parameters."""
+        """Start gathering the parameters. If they don't all fit in memory, nothing is under way."""
+        try:
+            for flat in self.flats:
+                flat.parameters.reserve()
+        except BaseException:
+            self.discard()
+            raise
         return [flat.parameters.gather(self.label("gather", flat)) for flat in self.flats]
 
     def expose(self) -> None:

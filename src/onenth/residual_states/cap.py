@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from onenth.comm import Communicator
 from onenth.ledger import Ledger
+from onenth.residual_states.out_of_memory import OutOfMemoryError
 from onenth.residual_states.storages import StorageWatch, watch_resizes
 
 
@@ -87,13 +89,14 @@ class Cap(StorageWatch[list[int]]):
             )
 
 
-def put_cap(owner: Any, max_bytes: int | None, device: torch.device, ledger: Ledger) -> Cap | None:
+def put_cap(owner: Any, max_bytes: int | None, comm: Communicator, ledger: Ledger) -> Cap | None:
     """Let the device count as a card of `max_bytes` as long as `owner` lives; the Cap where one counts, or None.
 
-    Raises torch.OutOfMemoryError if more is held already.
+    Raises OutOfMemoryError if more is held already.
     """
     if max_bytes is None:
         return None
+    device = comm.device
     if device.type == "cuda":  # not yet run on a GPU
         whole = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, max_bytes / whole), device)
@@ -101,8 +104,10 @@ def put_cap(owner: Any, max_bytes: int | None, device: torch.device, ledger: Led
     cap = Cap(max_bytes, device)
     try:
         cap.open(ledger)
-    except BaseException:
+    except torch.OutOfMemoryError as error:
         cap.is_open = False
-        raise
+        raise OutOfMemoryError(
+            f"rank {comm.rank}: the model's states do not fit: {error}. Use a higher stage or more ranks", comm.rank
+        ) from error
     weakref.finalize(owner, cap.retire)
     return cap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import torch
 
@@ -16,14 +17,16 @@ class OutOfMemoryError(OnenthError, torch.OutOfMemoryError):
     """A step did not fit: where, what held the bytes then, and what would have fitted. Also torch's own error.
 
     rank: the one that failed. asked: bytes of the allocation that failed; None: the allocator didn't say.
+    moment: ns on the machine's monotonic clock, before the other ranks were told.
     """
 
-    def __init__(self, message: str, rank: int = 0, asked: int | None = None) -> None:
+    def __init__(self, message: str, rank: int = 0, asked: int | None = None, moment: int | None = None) -> None:
         super().__init__(message)
         self.rank, self.asked = rank, asked
+        self.moment = time.monotonic_ns() if moment is None else moment
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.rank, self.asked)
+        return type(self), (str(self), self.rank, self.asked, self.moment)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

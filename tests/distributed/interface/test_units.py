@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -100,38 +101,57 @@ class Deep(nn.Module):
 
 
 LINEAR_BYTES = 64 * 64 * 4
-DEEP_BYTES = LAYERS * LINEAR_BYTES
 
 
 def is_body(name: str, module: nn.Module) -> bool:
     return name == "body"
 
 
-def train_deep(group: dist.ProcessGroup, **settings: Any) -> dict[str, Tensor]:
+def losses_of_deep(group: dist.ProcessGroup, **settings: Any) -> tuple[list[float], int]:
+    """Two steps' losses, and the most bytes that were held in them, but for those of other tests in this process."""
+    with onenth.record(nn.Linear(1, 1)) as before:
+        pass
+    strangers = before.owner_peaks.get("other", 0)
     model: nn.Module = Deep()
     optimizer = toys.sgd(list(model.parameters()))
     model, sharded = onenth.shard(model, optimizer, group=group, stage=3, precision="fp32", units=is_body, **settings)
-    for step in range(2):
-        source = torch.Generator().manual_seed(10 * step + group.rank())
-        sharded.backward(F.mse_loss(model(torch.randn(2, 64, generator=source)), torch.ones(2, 64)))
-        sharded.step()
-        sharded.zero_grad()
-    return onenth.full_state_dict(model)
+    losses = []
+    with onenth.record(model, sharded) as anatomy:
+        for step in range(2):
+            source = torch.Generator().manual_seed(10 * step + group.rank())
+            loss = F.mse_loss(model(torch.randn(2, 64, generator=source)), torch.ones(2, 64))
+            sharded.backward(loss)
+            sharded.step()
+            sharded.zero_grad()
+            losses.append(loss.item())
+    return losses, anatomy.peak.total - strangers
+
+
+def refusal_of_deep(group: dist.ProcessGroup, **settings: Any) -> str:
+    """The error's text; nothing of the model is left, nor its cap."""
+    with pytest.raises(onenth.OutOfMemoryError) as caught:
+        losses_of_deep(group, **settings)
+    text = str(caught.value)
+    del caught
+    gc.collect()
+    return text
 
 
 def check_max_bytes(group: dist.ProcessGroup) -> None:
-    # Half of the parameters and of the gradients, and six Linears in passing: two gathered, local gradients of
-    # two, and what an exchange receives and sums. Half of the parameters and the whole body would be more.
-    cap = DEEP_BYTES + 6 * LINEAR_BYTES
-    free = train_deep(group)
-    split = train_deep(group, max_bytes=cap, max_unit_bytes=LINEAR_BYTES)
-    assert entries_that_differ(free, split) == []
-    with pytest.raises(onenth.OnenthError, match="max_bytes"):
-        train_deep(group, max_bytes=cap)
-    with pytest.raises(onenth.OnenthError, match="max_bytes"):
-        train_deep(group, max_bytes=1000)
+    split = {"max_unit_bytes": LINEAR_BYTES}
+    free, peak = losses_of_deep(group, **split)
+    assert losses_of_deep(group, max_bytes=peak, **split)[0] == free
+    gc.collect()
+    for settings in ({"max_bytes": peak - 1, **split}, {"max_bytes": peak}):  # the body as one unit is more
+        text = refusal_of_deep(group, **settings)
+        assert "(max_bytes)" in text, text
+        assert "All ranks ran out" in text, text
+    text = refusal_of_deep(group, max_bytes=1000)
+    assert "states do not fit" in text, text
+    assert "max_bytes is 1000" in text, text
+    assert losses_of_deep(group, **split)[0] == free  # the group is still of use
 
 
 def test_max_bytes_and_max_unit_bytes(pool: Pool) -> None:
-    """A cap that the unsplit unit breaks is an error naming it; in smaller units the same job fits."""
+    """A cap of what the job holds at its peak lets it run, one byte less does not; larger units need more."""
     pool.run(2, check_max_bytes)
