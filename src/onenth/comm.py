@@ -29,6 +29,7 @@ _KINDS = {"gather": 0, "exchange": 1, "sums": 2, "control": 3}
 _CALLS, _UNITS, _FLATS = 2**12, 2**13, 2**4  # with 4 kinds: 31 bits, what a gloo tag holds
 
 _MOMENT = 0.5  # seconds that a rank which failed gives the others to fail as well, before it stops their waiting
+_FAILURES: Counter[str] = Counter()  # of this rank that were told to the others, by group
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
 
 NATIVE = frozenset({"nccl", "xccl", "hccl", "mccl", "fake"})  # backends whose collectives are worth using
@@ -106,7 +107,6 @@ class Communicator:
         self.counters: Counter[str] = Counter()
         self._calls: Counter[tuple[str, int, int]] = Counter()
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
-        self._failures = 0  # of this rank, told to the others
 
     def gather(self, flat: torch.Tensor, label: Label) -> Transfer:
         """Fill `flat` (N·L,) with every rank's segment; this rank's own segment must be in place already."""
@@ -191,14 +191,14 @@ class Communicator:
         """
         if self.size == 1 or self.simulated:
             return True
-        store, key = self.group.get_group_store(), f"onenth/failure/{self._failures}"
+        store, key = self.group.get_group_store(), self._failure_key()
         store.compare_set(key, "", why)
         failed = store.add(f"{key}/ranks", 1)
         until = time.monotonic() + _MOMENT
         while failed < self.size and time.monotonic() < until:
             time.sleep(_MOMENT / 50)
             failed = store.add(f"{key}/ranks", 0)
-        self._failures += 1
+        _FAILURES[self.group.group_name] += 1
         if failed < self.size:
             self._let_go()
         return bool(failed >= self.size)
@@ -213,10 +213,13 @@ class Communicator:
             work: Any = dist.irecv(nothing, group=self.group, tag=_NEVER_SENT, group_src=self._peers[0])
             work.wait(timedelta(milliseconds=1))
 
+    def _failure_key(self) -> str:
+        return f"onenth/failure/{_FAILURES[self.group.group_name]}"
+
     def why_failed(self) -> str | None:
         """What a rank that could not finish its step has told; None: none has told anything."""
         with suppress(RuntimeError):  # the store may be gone with the rank that held it
-            store, key = self.group.get_group_store(), f"onenth/failure/{self._failures}"
+            store, key = self.group.get_group_store(), self._failure_key()
             if store.check([key]):
                 return str(store.get(key).decode())
         return None

@@ -14,7 +14,7 @@ from itertools import product
 from onenth.anatomy.shortage import Shortage
 from onenth.engine.engine import Engine
 from onenth.engine.report import equations
-from onenth.states import ResidualState, Tier
+from onenth.states import ModelState, ResidualState, Tier
 
 _SCALE_WITH_BATCH = (
     ResidualState.ACTIVATIONS,
@@ -63,9 +63,10 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """found: the cheapest that would have fitted; none: those that save most, which would not have.
+    """found: the cheapest that would have fitted; where none would, the one that saves most.
 
-    needed: bytes to be saved, those that units still to run would have kept included.
+    needed: bytes to be saved: those that were missing, those that units still to run would have kept, and those of
+    optimizer states that the first step will make.
     """
 
     needed: int
@@ -76,7 +77,7 @@ class Remedies:
 def remedies(shortage: Shortage, engine: Engine | None, count: int = 3) -> Remedies:
     """The `count` cheapest remedies."""
     activations = _Activations(shortage, engine)
-    needed = shortage.missing + activations.to_come
+    needed = shortage.missing + activations.to_come + _states_to_come(engine)
     every = list(_combined(_changes(shortage, activations, engine), _grows(shortage) + activations.to_come))
     every.sort(key=lambda one: (one.cost, -one.saves))
     chosen: list[Remedy] = []
@@ -98,8 +99,8 @@ def _goes_further(one: Remedy, *, than: Remedy) -> bool:
 class _Activations:
     """What a step's activations are, as far as the moment of failure tells.
 
-    held: bytes now. to_come: bytes that the units which have not run yet will keep. left: bytes that recomputation
-    would leave of both.
+    held: bytes now. to_come: bytes that the units which have not finished their forward will keep. left: bytes that
+    recomputation would leave of both.
     """
 
     def __init__(self, shortage: Shortage, engine: Engine | None) -> None:
@@ -115,12 +116,23 @@ class _Activations:
             if any(module == block.unit.name or module.startswith(f"{block.unit.name}.") for block in ran)
         )
         one = (own if shortage.modules else self.held) // len(ran)
-        in_forward = engine.root_depth > 0 or not engine.in_backward
-        late = [block for block in blocks if not block.has_outstanding and not block.ran] if in_forward else []
+        late = [] if engine.in_backward else [block for block in blocks if not block.has_outstanding]
         self.to_come = one * len(late)
-        inputs = max(block.input_bytes for block in ran)
-        every = len(ran) + len(late)
-        self.left = min(self.held + self.to_come, self.held - one * len(ran) + one + inputs * every)
+        inputs = max(block.input_bytes for block in ran) * (len(ran) + len(late))
+        # Beside the inputs of all, one unit's activations while it is run again, and as much for their gradients.
+        self.left = min(self.held + self.to_come, self.held - one * len(ran) + inputs + 2 * one)
+
+
+def _states_to_come(engine: Engine | None) -> int:
+    """Bytes of the states that the optimizer makes in its first step; 0 once it has made them."""
+    updater = None if engine is None else engine.updater
+    if engine is None or updater is None or any(updater.inner.state.values()):
+        return 0
+    defaults = updater.inner.defaults
+    moments = 2 if "betas" in defaults else int(bool(defaults.get("momentum")))  # Adam's kind, or SGD's
+    states = [flat.optimizer_states for flat in engine.flats() if flat.optimizer_states is not None]
+    numel = sum(piece.tensor.numel() for one in states for pieces in one.pieces.values() for piece in pieces)
+    return moments * numel * engine.config.dtypes.moments.itemsize
 
 
 def _grows(shortage: Shortage) -> int:
@@ -130,7 +142,7 @@ def _grows(shortage: Shortage) -> int:
 
 def _changes(shortage: Shortage, activations: _Activations, engine: Engine | None) -> list[list[Change]]:
     """Alternatives, in groups of which one or none can be chosen."""
-    groups = [list(_smaller_batches(engine))]
+    groups = [list(_smaller_batches(shortage, engine))]
     if engine is None:
         return groups
     groups.append(list(_stages(shortage, engine)))
@@ -142,14 +154,18 @@ def _changes(shortage: Shortage, activations: _Activations, engine: Engine | Non
     return groups
 
 
-def _smaller_batches(engine: Engine | None) -> Iterator[Change]:
+def _smaller_batches(shortage: Shortage, engine: Engine | None) -> Iterator[Change]:
     batch = None if engine is None else engine.batch
+    sums = 0  # that several backwards keep beyond one
+    if engine is not None:
+        key = (str(ModelState.GRADIENTS), Tier.DEVICE)
+        sums = equations(engine, engine.updater, backwards=2)[key] - shortage.held.get(ModelState.GRADIENTS, 0)
     for halving in range(1, _HALVINGS + 1):
         parts = 2**halving
         if batch is not None and batch % parts:
             return
         size = f"micro-batch {batch // parts} instead of {batch}" if batch else f"a micro-batch of one {parts}th"
-        yield Change("batch", parts, f"{size}, over {parts} backwards a step", 0.1 * halving, parts=parts)
+        yield Change("batch", parts, f"{size}, over {parts} backwards a step", 0.1 * halving, -sums, parts=parts)
 
 
 def _stages(shortage: Shortage, engine: Engine) -> Iterator[Change]:
@@ -163,6 +179,8 @@ def _stages(shortage: Shortage, engine: Engine) -> Iterator[Change]:
             if tier is Tier.DEVICE and count:
                 held = shortage.held.get(state, 0)
                 saved += held - held * then[(state, tier)] // count
+        if engine.config.stage == 0:
+            saved += _states_to_come(engine) * (engine.comm.size - 1) // engine.comm.size
         if stage == 3:
             saved -= _gathered(engine)
         yield Change("stage", stage, _STAGE_TEXT[stage], _STAGE_COST[stage], states=saved)

@@ -133,7 +133,8 @@ def refusal_of_deep(group: dist.ProcessGroup, **settings: Any) -> str:
         losses_of_deep(group, **settings)
     text = str(caught.value)
     del caught
-    gc.collect()
+    gc.collect()  # the frames of the traceback, which held the graph
+    gc.collect()  # the model, which the graph held
     return text
 
 
