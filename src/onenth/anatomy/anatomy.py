@@ -181,6 +181,12 @@ class Anatomy:
         """Write the recording as JSON."""
         Path(path).write_text(json.dumps(self.to_dict()))
 
+    def page(self, path: str | Path) -> None:
+        """Write the recording as one HTML page that needs no network. Raises AnatomyError without plotly."""
+        from onenth.anatomy.view import page
+
+        Path(path).write_text(page([self]), encoding="utf-8")
+
     @classmethod
     def load(cls, path: str | Path) -> Anatomy:
         """Read what `save` wrote. Raises AnatomyError, which names the file, for anything else."""

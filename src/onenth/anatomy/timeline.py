@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from typing import NamedTuple, overload
 
 from onenth.states import Tier
@@ -139,19 +140,17 @@ class Timeline(Sequence[Event]):
 
     def series(self, tier: Tier = Tier.DEVICE) -> dict[str, list[int]]:
         """Bytes that each owner holds on a tier after each event; owners that never hold any are left out."""
-        held: dict[int, int] = {}
-        lines: dict[int, list[int]] = {}
-        for position in range(len(self)):
-            storage, owner = self.storages[self.numbers[position]], self.owners[position]
+        changes: dict[int, list[int]] = {}
+        for position, (kind, number, owner) in enumerate(zip(self.kinds, self.numbers, self.owners, strict=True)):
+            storage = self.storages[number]
             if storage.tier is tier and storage.bytes:
-                kind = self.kinds[position]
-                held[owner] = held.get(owner, 0) + (-storage.bytes if kind == Kind.RELEASE else storage.bytes)
+                line = changes.get(owner)
+                if line is None:
+                    line = changes[owner] = [0] * len(self)
+                line[position] = -storage.bytes if kind == Kind.RELEASE else storage.bytes
                 if kind == Kind.TRANSFER:
-                    held[self.formers[position]] -= storage.bytes
-                lines.setdefault(owner, [0] * position)
-            for known, line in lines.items():
-                line.append(held[known])
-        return {self.names[owner]: line for owner, line in lines.items()}
+                    changes[self.formers[position]][position] = -storage.bytes
+        return {self.names[owner]: list(accumulate(line)) for owner, line in changes.items()}
 
     def alive(self, position: int) -> dict[int, str]:
         """The storages held after the event at `position`, on any tier: number -> owner."""

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from onenth.cli import parse
 from onenth.errors import ConfigError, OnenthError
 from onenth.launch import RankError, launch
+from onenth.residual_states.out_of_memory import OutOfMemoryError
 from onenth.train.options import Options, given
 from onenth.train.ranks import leave
 from onenth.train.resume import resumed
@@ -61,6 +62,8 @@ def _launch(options: Options) -> int:
         _leave_bar()
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
+        if isinstance(error.__cause__, OutOfMemoryError):
+            return _explain(error.__cause__)
         return _fail(f"rank {error.rank}: {error.summary}", _FAILED)
     except SignalException as error:
         _leave_bar()
@@ -84,6 +87,8 @@ def _join(options: Options) -> int:
         if local_rank == "0":
             raise
         return _BAD_INPUT
+    except OutOfMemoryError as error:
+        return _explain(error)
     except (OnenthError, OSError, RuntimeError) as error:
         rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
         return _fail(f"rank {rank}: {error}", _FAILED)
@@ -97,6 +102,12 @@ def _leave_bar() -> None:
     if console.is_terminal:
         console.show_cursor(True)
         console.print()
+
+
+def _explain(error: OutOfMemoryError) -> int:
+    """A step that does not fit is worth more than one line."""
+    print(f"onenth: {error}", file=sys.stderr)
+    return _FAILED
 
 
 def _fail(message: str, code: int) -> int:

@@ -92,6 +92,10 @@ class Display:
         """One line for an evaluation."""
         self._console.print(f"step {done:>6}   loss {loss:.3f}   held-out {held_out:.3f}   lr {lr:.2e}")
 
+    def anatomy(self, path: Path, step: int, verdict: str) -> None:
+        """Where the page of a recorded step is, and what it says first."""
+        self._line("anatomy", f"{path} of step {step}; {verdict}")
+
     def outcome(self, held_out: float, unigram: float) -> None:
         """The held-out loss beside the one to beat."""
         self._console.print(f"\nheld-out loss {held_out:.3f} nats a token (unigram: {unigram:.3f})")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from onenth.train.memory import unsharded_bytes
 from onenth.train.metrics import Sink, sinks
 from onenth.train.model import adamw, build
 from onenth.train.options import Options
+from onenth.train.recording import WARM_UP, Recording
 from onenth.train.resume import check_same, plain
 from onenth.train.sample import export, generate
 from onenth.world import init
 
+Around = Callable[[int], AbstractContextManager[None]]
 _PROMPT = 24  # tokens of held-out text that the sample goes on from
 
 
@@ -59,7 +62,8 @@ class Job:
         model, optimizer = shard(model, adamw(model, lr=options.lr, weight_decay=options.weight_decay), self.config)
         start = self._resume(material, model, optimizer)
         with ExitStack() as stack:
-            loop = self._loop(material, model, optimizer, self._sinks(material, start, stack))
+            around = self._around(model, optimizer, start)
+            loop = self._loop(material, model, optimizer, self._sinks(material, start, stack), around)
             report, held_out = loop.run(start)
         display.outcome(held_out, unigram_loss(material.text, material.vocabulary.size))
         display.states(report, unsharded, world, options.stage)
@@ -87,7 +91,15 @@ class Job:
             stack.callback(sink.close)
         return opened
 
-    def _loop(self, material: Material, model: nn.Module, optimizer: Any, opened: list[Sink]) -> Loop:
+    def _around(self, model: nn.Module, optimizer: Any, start: int) -> Around:
+        """What surrounds each step: a recording of one of them, if it is asked for."""
+        options = self.options
+        if options.anatomy is None:
+            return lambda index: nullcontext()
+        at = min(start + WARM_UP, options.steps - 1)
+        return Recording(options.anatomy, at, model, optimizer, self.world, self.display).around
+
+    def _loop(self, material: Material, model: nn.Module, optimizer: Any, opened: list[Sink], around: Around) -> Loop:
         options, world, text = self.options, self.world, material.text
         micro_batch = options.rank_batch(world.size)
 
@@ -114,6 +126,7 @@ class Job:
             display=self.display,
             sinks=opened,
             save=save_at,
+            around=around,
         )
 
     def _show_sample(self, material: Material, model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class Loop:
     """Everything a run needs to go from one step to the next.
 
     sinks: where metrics go; none on other ranks than 0.
+    around: what surrounds a step, by its index.
     save: called with the number of steps done when a save is due.
     """
 
@@ -57,6 +59,7 @@ class Loop:
     display: Display
     sinks: list[Sink]
     save: Callable[[int], None]
+    around: Callable[[int], AbstractContextManager[None]]
 
     def run(self, start: int) -> tuple[Breakdown, float]:
         """Train from step `start` to the last; returns the last step's model states and the held-out loss."""
@@ -78,14 +81,8 @@ class Loop:
         lr = learning_rate(index, steps=options.steps, peak=options.lr, warmup=options.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros((), device=self.device)
-        for tokens in self.batches.of(index):
-            loss = causal_loss(self.model, tokens.to(self.device)) / self.batches.accumulation
-            self.optimizer.backward(loss)
-            total += loss.detach()
-        self.optimizer.step()
-        report = memory_report(self.model, self.optimizer)
-        self.optimizer.zero_grad()
+        with self.around(index):
+            total, report = self._update(index)
         numbers = [float(total), float(report.total), float(peak_bytes(self.device))]
         losses, held, peak = zip(*gather_numbers(numbers, self.device), strict=True)
         return Step(
@@ -96,6 +93,18 @@ class Loop:
             held=[int(count) for count in held],
             peak=[int(count) for count in peak],
         )
+
+    def _update(self, index: int) -> tuple[torch.Tensor, Breakdown]:
+        """Forward, backward and update; returns the mean loss of this rank, and its model states at the end."""
+        total = torch.zeros((), device=self.device)
+        for tokens in self.batches.of(index):
+            loss = causal_loss(self.model, tokens.to(self.device)) / self.batches.accumulation
+            self.optimizer.backward(loss)
+            total += loss.detach()
+        self.optimizer.step()
+        report = memory_report(self.model, self.optimizer)
+        self.optimizer.zero_grad()
+        return total, report
 
     def _tell_step(self, step: Step, done: int) -> None:
         speed = self.options.batch * self.options.sequence / step.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -55,6 +56,8 @@ class Options:
     """Directory for metrics, saves and the model; a new one under runs/ if not given."""
     resume: Path | None = None
     """A run's directory, or one of its saves, to go on from; its options hold unless they are given again."""
+    anatomy: Path | None = None
+    """Record one step after warm-up on every rank, and write what held its memory: a page (.html), and JSON beside."""
     sample: int = 200
     """Tokens to generate at the end; 0 for none."""
     prompt: str | None = None
@@ -120,6 +123,18 @@ def _missing(options: Options) -> list[str]:
     wrong = [f"{flag(name)} {path}: no such file or directory" for name, path in given if path and not path.exists()]
     if options.output is not None and options.output.exists() and not options.output.is_dir():
         wrong.append(f"--output {options.output}: is a file, a directory is meant")
+    wrong += [] if options.anatomy is None else _wrong_page(options.anatomy)
+    return wrong
+
+
+def _wrong_page(path: Path) -> list[str]:
+    wrong = []
+    if path.suffix != ".html" or path.is_dir():
+        wrong.append(f"--anatomy {path}: the name of a page is meant, such as run.html")
+    elif not path.parent.is_dir():
+        wrong.append(f"--anatomy {path}: there is no directory {path.parent}")
+    if importlib.util.find_spec("plotly") is None:
+        wrong.append("--anatomy needs plotly: pip install 'onenth[page]'")
     return wrong
 
 

@@ -23,6 +23,14 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def collect(value: Any) -> list[Any]:
+    """Every rank's picklable value, by rank, on rank 0; nothing on the others."""
+    rank = dist.get_rank()
+    values: list[Any] = [None] * (dist.get_world_size() if rank == 0 else 0)
+    dist.gather_object(value, values if rank == 0 else None, dst=0)
+    return values
+
+
 def leave() -> None:
     """Close the group that `onenth.init` made."""
     dist.destroy_process_group()

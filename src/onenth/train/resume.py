@@ -13,11 +13,14 @@ from onenth.train.save import Run, describe, find
 #: Options that a resumed run may change: they touch no bit of a step, but `steps`, which moves the schedule.
 FREE = frozenset({"resume", "output", "steps", "eval_interval", "save_interval", "sample", "prompt"})
 
+#: Options that are no part of a run, and that one that goes on from it does not take over.
+OF_THIS_RUN = frozenset({"resume", "anatomy"})
+
 
 def plain(options: Options) -> dict[str, Any]:
     """Options as JSON holds them; paths absolute, since a resumed run may start elsewhere."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
-    return {name: _plain(value) for name, value in values.items() if name != "resume"}
+    return {name: _plain(value) for name, value in values.items() if name not in OF_THIS_RUN}
 
 
 def _plain(value: Any) -> Any:
