@@ -21,6 +21,7 @@ from onenth.errors import ConfigError, OnenthError
 COMMANDS = {
     "plan": "what training holds in memory, on how many ranks",
     "train": "train a language model on text files",
+    "anatomy": "where the bytes of a recorded step are",
 }
 
 _HELP = f"""\
@@ -29,11 +30,12 @@ usage: onenth COMMAND [OPTIONS]
 Train PyTorch models with ZeRO on one N-th of the memory, every byte accounted for.
 
 commands:
-{chr(10).join(f"  {name:<8}{purpose}" for name, purpose in COMMANDS.items())}
+{chr(10).join(f"  {name:<9}{purpose}" for name, purpose in COMMANDS.items())}
 
 examples:
   onenth plan --parameters 7e9 --ranks 256
-  onenth train --ranks 2
+  onenth train --ranks 2 --anatomy run.html
+  onenth anatomy show run.rank0.json
 
 `onenth COMMAND --help` lists a command's options, `onenth --version` prints the version.
 """

@@ -4,7 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   const ink = dark ? "#e6e9ed" : "#1b1f24";
   const grid = dark ? "#343a42" : "#e3e7ec";
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "toImage"] };
+  const config = { responsive: true, displayModeBar: false };
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
 
   function bytes(count) {
@@ -19,7 +19,6 @@
     return Object.assign({
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: ink, size: 12 },
       margin: { l: 70, r: 20, t: 30, b: 45 }, hoverlabel: { namelength: -1 },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: dark ? "#7d8590" : "#a0a8b0" },
       legend: { orientation: "h", y: -0.2, yanchor: "top", traceorder: "normal" },
       xaxis: Object.assign({ title: { text: "event" } }, axis),
       yaxis: Object.assign({ tickformat: ".3~s", ticksuffix: "B", rangemode: "tozero" }, axis),

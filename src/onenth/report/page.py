@@ -199,7 +199,8 @@ def _charts(data: PageData) -> str:
     sections = [
         _section(
             "Bytes over the step",
-            "By owner, after each allocation and release. Click a name to leave an owner out.",
+            "By owner, after each allocation and release. Click a name to leave an owner out; drag to look "
+            "closer, and double-click to go back.",
             _chart("area", "Bytes by owner over the step"),
         ),
         _section(
