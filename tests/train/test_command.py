@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import onenth
+from tests.report.test_page import recording_of
 from tests.train.conftest import Command, wait_until
 
 TINY = ("--model=config.json", "--text=text.txt", "--sequence=32", "--batch=4", "--micro-batch=1")
@@ -36,7 +38,8 @@ def test_a_run_and_the_same_run_resumed(command: Command) -> None:
     The run shows its contract, the bytes that it holds, which are the equation's, and a sample.
     """
     whole, resumed = command.directory / "whole", command.directory / "resumed"
-    first = command.run(*TINY, *INTERVALS, "--ranks", "2", "--output", "whole", "--sample", "8")
+    anatomy = ("--anatomy", "run.html")
+    first = command.run(*TINY, *INTERVALS, *anatomy, "--ranks", "2", "--output", "whole", "--sample", "8")
     assert first.returncode == 0, first.stderr
     assert first.stderr == ""
     assert re.search(r"^precision .*parameters bfloat16", first.stdout)
@@ -54,6 +57,8 @@ def test_a_run_and_the_same_run_resumed(command: Command) -> None:
     }
     assert not list(whole.glob(".*"))
     assert sorted(losses(whole)) == list(range(1, 11))
+    assert "run.html of step 3; rank" in first.stdout
+    check_anatomy(command.directory)
     assert [record["step"] for record in records(whole) if "held_out_loss" in record] == [5, 10]
 
     second = command.run("--resume", "whole/step-000005", "--output", "resumed", "--sample", "0", launcher=TORCHRUN)
@@ -61,6 +66,22 @@ def test_a_run_and_the_same_run_resumed(command: Command) -> None:
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 5}
     assert files(resumed / "step-000010") == files(whole / "step-000010")
     assert files(whole / "step-000005") != files(whole / "step-000010")
+
+
+def check_anatomy(directory: Path) -> None:
+    """The page, and a recording of each rank whose model states are the equation's to the byte.
+
+    But for gradients: the second backward widens a unit's 16-bit sum to fp32, and while it does both are there.
+    """
+    recordings = [onenth.Anatomy.load(directory / f"run.rank{rank}.json") for rank in range(2)]
+    assert [(one.rank, one.ranks, one.stage) for one in recordings] == [(0, 2, 3), (1, 2, 3)]
+    for one in recordings:
+        widened = one.differences.pop("gradients")
+        sums = [s.bytes for s in one.timeline.storages if s.dtype == "bfloat16"]
+        assert widened in sums, (widened, one.differences)
+        assert {state for state in one.differences if state != "gradients"} == set()
+    page = recording_of((directory / "run.html").read_text())
+    assert [sum(rank["owners"].values()) for rank in page["ranks"]] == [one.peak.total for one in recordings]
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")

@@ -28,6 +28,8 @@ from onenth.train.options import Options, given
         (["--text", "missing.txt"], "--text missing.txt: no such file or directory"),
         (["--resume", "missing"], "--resume missing: no such file or directory"),
         (["--output", __file__], "is a file, a directory is meant"),
+        (["--anatomy", "run.json"], "--anatomy run.json: the name of a page is meant, such as run.html"),
+        (["--anatomy", "missing/run.html"], "--anatomy missing/run.html: there is no directory missing"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

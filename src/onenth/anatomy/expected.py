@@ -15,11 +15,14 @@ from onenth.engine.report import equations
 from onenth.states import ModelState, Tier
 
 
-def expected(engine: Engine | None, model: nn.Module, optimizer: Any) -> dict[Key, int]:
-    """Bytes by (state, tier): `costs.model_state_bytes` for a sharded model, sums over parameters for a plain one."""
+def expected(engine: Engine | None, model: nn.Module, optimizer: Any, backwards: int) -> dict[Key, int]:
+    """Bytes by (state, tier): `costs.model_state_bytes` for a sharded model, sums over parameters for a plain one.
+
+    backwards: in a step.
+    """
     if engine is not None:
         updater = optimizer.updater if isinstance(optimizer, ShardedOptimizer) else None
-        return {key: count for key, count in equations(engine, updater, backwards=1).items() if count}
+        return {key: count for key, count in equations(engine, updater, backwards=backwards).items() if count}
     held: Counter[Key] = Counter()
     for parameter in model.parameters():
         held[(str(ModelState.PARAMETERS), Tier.DEVICE)] += parameter.nbytes

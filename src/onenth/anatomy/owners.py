@@ -23,12 +23,14 @@ class Owners:
     """Labels what a recorder sees, for one model and its optimizer.
 
     engine: of a sharded model; its ledger is believed. None: parameters, gradients and states are the model's own.
+    backwards: the most that a step had; the equations' gradients depend on it.
     """
 
     def __init__(self, recorder: Recorder, phases: Phases, model: nn.Module, optimizer: Any) -> None:
         self.recorder, self.phases, self.model, self.optimizer = recorder, phases, model, optimizer
         found = model.__dict__.get("_onenth")
         self.engine = found if isinstance(found, Engine) else None
+        self.backwards = 1
         self._undo: list[Callable[[], None]] = []
 
     def open(self) -> None:
@@ -100,6 +102,11 @@ class Owners:
                 if isinstance(value, torch.Tensor):
                     self._label(value, str(name))
 
+    def _count_backwards(self) -> None:
+        flats = [] if self.engine is None else self.engine.flats()
+        counts = [flat.gradients.backwards for flat in flats if flat.gradients is not None]
+        self.backwards = max([self.backwards, *counts])
+
     def _label(self, tensor: torch.Tensor, state: str) -> None:
         if self.recorder.label(tensor) in (None, ResidualState.OTHER):
             self.recorder.note(tensor, str(state))
@@ -133,6 +140,7 @@ class Owners:
 
         @functools.wraps(plain)
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._count_backwards()
             self._label_optimizer()
             self.phases.enter_step()
             try:

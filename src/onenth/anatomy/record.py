@@ -47,7 +47,9 @@ def record(
             stack.callback(_finish, anatomy, recorder, phases)
             set_running(recorder)
             stack.callback(set_running, None)
-            stack.callback(lambda: setattr(anatomy, "expected", expected(owners.engine, model, optimizer)))
+            stack.callback(
+                lambda: setattr(anatomy, "expected", expected(owners.engine, model, optimizer, owners.backwards))
+            )
             recorder.open()
             stack.callback(recorder.close)
             phases.open()
