@@ -174,6 +174,21 @@ def gradient_bytes(
     return local + (at.copies(OPTIMIZER_STATES) * shard * sizes.sums if apart else 0)
 
 
+def widening_bytes(flats: Sequence[FlatBuffer], at: Placement, sizes: ItemSizes) -> int:
+    """Bytes beyond those in the end that gradients hold at most while a second backward widens their sums.
+
+    flats: in unit order, the root's first. Stages 2 and 3 hold one backward's sum in the gradients' dtype. The second
+    moves it to the dtype of sums, the last unit's first; while a buffer is moved, it is there in both.
+    """
+    most = to_come = 0
+    for flat in flats:
+        if flat.trainable and is_partitioned(ModelState.GRADIENTS, at.stage) and sizes.sums > flat.gradient_itemsize:
+            numel = _shard_numel(flat, at)
+            most = max(most, numel * flat.gradient_itemsize - to_come)
+            to_come += numel * (sizes.sums - flat.gradient_itemsize)
+    return most
+
+
 def optimizer_bytes(flat: FlatBuffer, at: Placement, sizes: ItemSizes) -> dict[str, int]:
     """Bytes of the master copy, padding included, and of what the optimizer keeps for each piece, without."""
     if not flat.stepped:

@@ -11,18 +11,21 @@ from torch import nn
 from onenth.breakdown import Key
 from onenth.engine.engine import Engine
 from onenth.engine.optimizer import ShardedOptimizer
-from onenth.engine.report import equations
+from onenth.engine.report import equations, widening
 from onenth.states import ModelState, Tier
 
 
 def expected(engine: Engine | None, model: nn.Module, optimizer: Any, backwards: int) -> dict[Key, int]:
-    """Bytes by (state, tier): `costs.model_state_bytes` for a sharded model, sums over parameters for a plain one.
+    """Bytes by (state, tier), at each state's own peak: `costs.py` for a sharded model, else sums over parameters.
 
     backwards: in a step.
     """
     if engine is not None:
         updater = optimizer.updater if isinstance(optimizer, ShardedOptimizer) else None
-        return {key: count for key, count in equations(engine, updater, backwards=backwards).items() if count}
+        counts = equations(engine, updater, backwards=backwards)
+        if backwards > 1:
+            counts[(str(ModelState.GRADIENTS), Tier.DEVICE)] += widening(engine)
+        return {key: count for key, count in counts.items() if count}
     held: Counter[Key] = Counter()
     for parameter in model.parameters():
         held[(str(ModelState.PARAMETERS), Tier.DEVICE)] += parameter.nbytes

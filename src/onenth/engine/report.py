@@ -57,6 +57,13 @@ def equations(
     return expected
 
 
+def widening(engine: Engine) -> int:
+    """Bytes that gradients hold in passing, beyond those in the end, in a step of several backwards."""
+    placement = costs.Placement(stage=engine.config.stage, ranks=engine.comm.size, rank=engine.comm.rank)
+    flats = [describe(flat, None) for flat in engine.flats()]
+    return costs.widening_bytes(flats, placement, costs.ItemSizes.of(engine.config.dtypes))
+
+
 def describe(flat: Flat, updater: Updater | None) -> costs.FlatBuffer:
     """A flat buffer as the equations see it."""
     return costs.FlatBuffer(
