@@ -127,7 +127,7 @@ def test_counts_that_are_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ((), "plan and train"),
+        ((), "plan, train and anatomy"),
         (("trian",), "did you mean train?"),
         (("xyzzy",), "no command 'xyzzy'"),
         (("plan",), "--parameters"),

@@ -103,7 +103,17 @@ def test_diff(capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path]) -> No
         assert cells(out, f"{row.owner} ") == expected
     assert min(row.change for row in rows) < 0
     data = json.loads(run(capsys, "diff", *reversed(runs), "--json")[1])
-    assert data["in all"]["change"] == -rows[-1].change > 0
+    assert data["owners"]["in all"]["change"] == -rows[-1].change > 0
+    assert data["first"]["peak_moment"] == onenth.Anatomy.load(runs[1]).peak_moment
+    assert "not alike" not in out
+
+
+def test_diff_says_what_differs(capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Recordings of another stage, model or number of ranks can be compared, and should be known to be so."""
+    other = onenth.Anatomy.load(runs[1])
+    other.stage, other.ranks, other.title = 2, 8, "Other"
+    other.save(tmp_path / "other.json")
+    assert "not alike  title, stage, ranks" in run(capsys, "diff", runs[0], tmp_path / "other.json")[1]
 
 
 def test_page(capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -117,6 +127,9 @@ def test_page(capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path], tmp_p
     code, _, err = run(capsys, "page", *runs, "--output", runs[1])
     assert code == 2
     assert "is one of the recordings" in err
+    linked = tmp_path / "linked.html"
+    linked.hardlink_to(runs[0])
+    assert run(capsys, "page", runs[0], "--output", linked)[0] == 2
     assert runs[0].read_text() == before
     assert run(capsys, "page")[0] == 2
 
@@ -142,12 +155,56 @@ def test_show_a_snapshot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
     path = dump(tmp_path / "failed.pickle", sixteens_then_32(failed=True))
     out = run(capsys, "show", path)[1]
-    assert "with them it would have fitted" in " ".join(out.split())
+    assert "both would have fitted" in " ".join(out.split())
+    assert "out of memory on device 0" in out
     data: dict[str, Any] = json.loads(run(capsys, "show", path, "--json")[1])
     (replay,) = data["replays"]
     assert replay["fits_expandable"] is True
     assert replay["reserved"] > replay["reserved_expandable"]
     assert data["failures"]
+
+
+def test_control_characters_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Nor does markup: a file's text is text."""
+    anatomy = onenth.Anatomy.load(runs[0])
+    anatomy.title, anatomy.error, anatomy.outside = "\x1b[2J[bold]", "\x1b]0;x\x07[/nope]", {"[/x]": 5}
+    anatomy.save(tmp_path / "hostile.json")
+    code, out, _ = run(capsys, "show", tmp_path / "hostile.json")
+    assert code == 0
+    assert "\x1b" not in out
+    assert "[bold]" in out
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("capacity",), "x"),
+        (("outside",), {"n": "x"}),
+        (("expected",), {"parameters": {"device": "x"}}),
+        (("title",), [1]),
+        (("error",), [1]),
+        (("rank",), "x"),
+        (("stage",), 1.5),
+        (("storages", "bytes", 0), "x"),
+        (("storages", "bytes", 0), -5),
+        (("storages", "bytes", 0), 1.5),
+        (("storages", "shape", 0), ["x"]),
+    ],
+)
+def test_values_of_another_type_are_refused(
+    capsys: pytest.CaptureFixture[str], runs: tuple[Path, Path], tmp_path: Path, where: tuple[Any, ...], value: object
+) -> None:
+    """One line; a page or a difference would fail in the same way."""
+    data = json.loads(runs[0].read_text())
+    place = data
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    code, out, err = run(capsys, "show", tmp_path / "bad.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 class Code:
@@ -158,7 +215,21 @@ class Code:
 
 
 @pytest.mark.parametrize("command", [["show"], ["page"], ["diff", "{file}"]])
-@pytest.mark.parametrize("content", [None, b"", b"[1]", b"{", b"\x80\x04", b"\xff\xfe", pickle.dumps(Code()), "folder"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"[1]",
+        b"{",
+        b'{"schema": ' + b"9" * 5000 + b"}",
+        b'{"schema": "' + b"x" * 5000 + b'"}',
+        b"\x80\x04",
+        b"\xff\xfe",
+        pickle.dumps(Code()),
+        "folder",
+    ],
+)
 def test_bad_files_are_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -177,6 +248,7 @@ def test_bad_files_are_one_line(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert str(file) in err
+    assert len(err) < 300 + len(str(file))
     assert not (tmp_path / "touched").exists()
 
 

@@ -160,6 +160,7 @@ class Anatomy:
     def from_dict(cls, data: Mapping[str, Any]) -> Anatomy:
         """The inverse of `to_dict`. Raises AnatomyError for what it never wrote."""
         try:
+            schema.check_facts(data)
             return cls(
                 timeline=schema.unpack(data),
                 device=data["device"],

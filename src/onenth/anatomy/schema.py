@@ -44,6 +44,31 @@ def pack(timeline: Timeline) -> dict[str, Any]:
     return {"names": names.names, "storages": storages, "events": events, "parts": list(timeline.parts)}
 
 
+_FACTS: dict[str, type | tuple[type, ...]] = {
+    "title": str,
+    "stage": (int, type(None)),
+    "device": str,
+    "rank": int,
+    "ranks": int,
+    "capacity": (int, type(None)),
+    "error": (str, type(None)),
+    "outside": dict,
+    "expected": dict,
+}
+
+
+def check_facts(data: Mapping[str, Any]) -> None:
+    """Raise AnatomyError, naming all offenders, if what stands beside the timeline is of another type than written."""
+    wrong = [name for name, kind in _FACTS.items() if not isinstance(data[name], kind) or isinstance(data[name], bool)]
+    counts = [*data["outside"].values()] if "outside" not in wrong else []
+    for tiers in data["expected"].values() if "expected" not in wrong else ():
+        counts += tiers.values()
+    if not all(type(count) is int for count in counts):
+        wrong.append("outside or expected")
+    if wrong:
+        raise AnatomyError(f"not the JSON of a recording: {', '.join(wrong)} of another type than it writes")
+
+
 def unpack(data: Mapping[str, Any]) -> Timeline:
     """The inverse of `pack`. Raises AnatomyError where the data contradict themselves."""
     names, storages, events = data["names"], data["storages"], data["events"]
@@ -53,7 +78,9 @@ def unpack(data: Mapping[str, Any]) -> Timeline:
     timeline._index.update({name: index for index, name in enumerate(timeline.names)})
     for row in zip(*(storages[column] for column in _STORAGES), strict=True):
         count, tier, operator, module, phase, turn, shape, dtype = row
-        texts = [names[index] for index in (operator, module, phase, dtype)]
+        if type(count) is not int or count < 0 or type(turn) is not int or not all(type(size) is int for size in shape):
+            raise AnatomyError("a storage's bytes, turn or shape are no whole numbers")
+        texts = [timeline.names[index] for index in (operator, module, phase, dtype)]
         timeline.storages.append(
             Storage(count, _TIERS[tier], texts[0], texts[1], texts[2], turn, tuple(shape), texts[3])
         )
@@ -101,10 +128,10 @@ def read(path: str | Path) -> dict[str, Any]:
         raise AnatomyError(f"{path}: there is no such file") from None
     except OSError as error:
         raise AnatomyError(f"{path}: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise AnatomyError(f"{path}: not the JSON of a recording") from error
     if not isinstance(data, dict) or "schema" not in data:
         raise AnatomyError(f"{path}: not the JSON of a recording")
     if data["schema"] != SCHEMA:
-        raise AnatomyError(f"{path}: schema {data['schema']!r}, this version of onenth reads {SCHEMA}")
+        raise AnatomyError(f"{path}: schema {repr(data['schema'])[:20]}, this version of onenth reads {SCHEMA}")
     return data

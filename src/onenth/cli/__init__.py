@@ -77,7 +77,8 @@ def _dispatch(argv: list[str]) -> int:
         module = importlib.import_module(f"onenth.cli.{command}")
         code: int = module.run(rest)
         return code
-    there_are = f"the commands are {' and '.join(COMMANDS)}, see onenth --help"
+    *most, last = COMMANDS
+    there_are = f"the commands are {', '.join(most)} and {last}, see onenth --help"
     if not command:
         raise ConfigError(f"no command given: {there_are}")
     close = difflib.get_close_matches(command, COMMANDS, n=1)

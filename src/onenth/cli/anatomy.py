@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from onenth.anatomy.snapshot import load as load_snapshot
 from onenth.breakdown import format_bytes
 from onenth.cli import parse
 from onenth.errors import AnatomyError, ConfigError
-from onenth.report.recordings import facts, largest, table
-from onenth.residual_states.fragmentation import Settings
+from onenth.report.recordings import facts, largest, remarks, table
 
 _HELP = """\
 usage: onenth anatomy COMMAND [OPTIONS]
@@ -36,7 +35,7 @@ A recording comes from `onenth train --anatomy run.html`, or from `with onenth.r
 """
 _PICKLE = b"\x80"  # how every pickle since protocol 2 begins
 _ROWS = 10
-_EXPANDABLE = Settings(expandable_segments=True)
+_SAME = ("title", "stage", "rank", "ranks", "device")  # what two recordings that are compared should share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,10 +104,11 @@ def _page(argv: Sequence[str]) -> None:
 
     if not options.files:
         raise ConfigError("onenth anatomy page: name at least one recording")
+    anatomies = [_recorded(file) for file in options.files]
     output = options.output or options.files[0].with_suffix(".html")
-    if output.resolve() in [file.resolve() for file in options.files]:
+    if output.exists() and any(output.samefile(file) for file in options.files):
         raise ConfigError(f"--output {output}: is one of the recordings")
-    output.write_text(page([_recorded(file) for file in options.files]), encoding="utf-8")
+    output.write_text(page(anatomies), encoding="utf-8")
     print(output)
 
 
@@ -117,11 +117,14 @@ def _diff(argv: Sequence[str]) -> None:
     first, second = _recorded(options.first), _recorded(options.second)
     rows = compare(first, second)
     if options.json:
-        print(json.dumps({row.owner: {"first": row.first, "second": row.second, "change": row.change} for row in rows}))
+        changes = {row.owner: {"first": row.first, "second": row.second, "change": row.change} for row in rows}
+        print(json.dumps({"first": _about(first), "second": _about(second), "owners": changes}, indent=2))
         return
     console = Console(highlight=False)
     facts(console, [("A", f"{options.first}: {_what(first)}; {first.verdict()}")])
     facts(console, [("B", f"{options.second}: {_what(second)}; {second.verdict()}")])
+    if differ := [name for name in _SAME if getattr(first, name) != getattr(second, name)]:
+        facts(console, [("not alike", ", ".join(differ))])
     cells = [(row.owner, row.first, row.second, _change(row.change)) for row in rows]
     console.print()
     console.print(table("Each owner at its own peak", ["owner", "A", "B", "change"], cells[:-1], cells[-1]))
@@ -137,10 +140,14 @@ def _change(count: int) -> str:
 def _read(path: Path) -> Anatomy | Snapshot:
     """What a file holds, told by its first byte."""
     try:
+        if path.exists() and not path.is_file():
+            raise AnatomyError(f"{path}: is no file")
         with path.open("rb") as file:
             first = file.read(1)
     except OSError as error:
         raise AnatomyError(f"{path}: {error.strerror}") from error
+    if first not in (_PICKLE, b"{"):
+        raise AnatomyError(f"{path}: neither the JSON of a recording nor a CUDA memory snapshot")
     return load_snapshot(path) if first == _PICKLE else Anatomy.load(path)
 
 
@@ -156,32 +163,39 @@ def _what(anatomy: Anatomy) -> str:
     return f"{anatomy.title or 'a model'}, {how}, rank {anatomy.rank} of {anatomy.ranks} on {anatomy.device}"
 
 
+def _about(anatomy: Anatomy) -> dict[str, Any]:
+    """Which recording it is, and its peak."""
+    names = (*_SAME, "error", "peak_moment")
+    return {name: getattr(anatomy, name) for name in names} | {"peak": anatomy.peak.total}
+
+
 def _recording(anatomy: Anatomy) -> dict[str, Any]:
     """A recording's figures as data, in bytes."""
     replay = anatomy.reserved()
-    return {
-        "title": anatomy.title,
-        "stage": anatomy.stage,
-        "rank": anatomy.rank,
-        "ranks": anatomy.ranks,
-        "error": anatomy.error,
-        "peak": anatomy.peak.total,
-        "peak_moment": anatomy.peak_moment,
+    return _about(anatomy) | {
         "owners": {
-            row.owner: {"at_peak": row.at_peak, "peak": row.peak, "expected": row.expected} for row in anatomy.rows()
+            row.owner: {
+                "at_peak": row.at_peak,
+                "peak": row.peak,
+                "expected": row.expected,
+                "difference": row.difference,
+            }
+            for row in anatomy.rows()
         },
         "modules": anatomy.by_module(),
         "reserved": replay.peak_reserved,
-        "fragmentation": replay.peak_reserved - replay.peak_allocated,
+        "fragmentation": replay.fragmentation,
         "capacity": anatomy.capacity,
         "outside": dict(anatomy.outside),
-        "findings": [str(finding) for finding in anatomy.findings()],
+        "findings": [
+            {"owner": finding.owner, "bytes": finding.bytes, "text": finding.text} for finding in anatomy.findings()
+        ],
     }
 
 
 def _print_recording(anatomy: Anatomy, console: Console) -> None:
     data = _recording(anatomy)
-    lost = f"{format_bytes(data['reserved'])}, {format_bytes(data['fragmentation'])} beyond what is allocated at most"
+    lost = f"{format_bytes(data['reserved'])}, {format_bytes(data['fragmentation'])} more than is allocated then"
     rows = [("recorded", _what(anatomy)), ("verdict", anatomy.verdict())]
     rows += [("ended by", anatomy.error)] if anatomy.error else []
     rows += [("reserved", f"{lost} (CUDA's caching allocator, simulated)")] if anatomy.peak.held else []
@@ -196,8 +210,11 @@ def _print_recording(anatomy: Anatomy, console: Console) -> None:
         shown = largest(modules, _ROWS, rest="more modules")
         total = ("in all", sum(modules.values()))
         console.print(table("Activations at the peak", ["module", "bytes"], shown, total))
-    for finding in data["findings"]:
-        console.print(f"- {finding}", markup=False)
+    found = anatomy.findings()
+    remarks(console, [str(finding) for finding in found[:_ROWS]])
+    if len(found) > _ROWS:
+        rest = sum(finding.bytes for finding in found[_ROWS:])
+        remarks(console, [f"{len(found) - _ROWS} more findings, {format_bytes(rest)}"])
 
 
 def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
@@ -216,20 +233,28 @@ def _snapshot(snapshot: Snapshot) -> dict[str, Any]:
         "holders": [
             {"where": holder.where, "bytes": holder.bytes, "count": holder.count} for holder in snapshot.holders(_ROWS)
         ],
-        "failures": [{"asked": entry.size, "device_free": entry.device_free} for entry in snapshot.failures],
+        "failures": [
+            {"device": device, "asked": entry.size, "device_free": entry.device_free}
+            for device, trace in enumerate(snapshot.traces)
+            for entry in trace
+            if entry.action == "oom"
+        ],
         "replays": [_replayed(snapshot, device) for device, trace in enumerate(snapshot.traces) if trace],
     }
 
 
 def _replayed(snapshot: Snapshot, device: int) -> dict[str, Any]:
     """What a device's trace reserves as it ran and with expandable segments, and whether that would have fitted."""
-    reach = snapshot.reach(device)
+    reach, recorded = snapshot.reach(device), snapshot.recorded_settings
+    expandable = replace(recorded, expandable_segments=True)
     return {
         "device": device,
-        "reserved": snapshot.replay(snapshot.recorded_settings, device=device).peak_reserved,
-        "reserved_expandable": snapshot.replay(_EXPANDABLE, device=device).peak_reserved,
+        "expandable": recorded.expandable_segments,
+        "reserved": snapshot.replay(recorded, device=device).peak_reserved,
+        "reserved_expandable": snapshot.replay(expandable, device=device).peak_reserved,
         "reach": reach,
-        "fits_expandable": None if reach is None else snapshot.would_fit(reach, _EXPANDABLE, device=device),
+        "fits": None if reach is None else snapshot.would_fit(reach, recorded, device=device),
+        "fits_expandable": None if reach is None else snapshot.would_fit(reach, expandable, device=device),
     }
 
 
@@ -245,16 +270,20 @@ def _print_snapshot(snapshot: Snapshot, console: Console) -> None:
     console.print(table("Largest holders", ["where", "blocks", "bytes"], held))
     for failure in data["failures"]:
         free = "" if failure["device_free"] is None else f", {format_bytes(failure['device_free'])} were free"
-        console.print(f"- out of memory: {format_bytes(failure['asked'])} asked for{free}")
-    for replay in data["replays"]:
-        console.print(f"- {_advice(replay)}")
+        asked = format_bytes(failure["asked"])
+        remarks(console, [f"out of memory on device {failure['device']}: {asked} asked for{free}"])
+    remarks(console, [_advice(replay) for replay in data["replays"]])
     if not data["replays"]:
-        console.print("- no trace was recorded, so it cannot be replayed with other settings")
+        remarks(console, ["no trace was recorded, so it cannot be replayed with other settings"])
 
 
 def _advice(replay: dict[str, Any]) -> str:
-    both = f"{format_bytes(replay['reserved'])} reserved, {format_bytes(replay['reserved_expandable'])} with"
-    what = f"device {replay['device']}, its trace replayed: {both} expandable_segments:True"
+    what = f"device {replay['device']}, its trace replayed: {format_bytes(replay['reserved'])} reserved"
+    if replay["expandable"]:
+        return f"{what}; expandable segments were on"
+    what = f"{what}, {format_bytes(replay['reserved_expandable'])} with expandable_segments:True"
     if replay["fits_expandable"] is None:
         return f"{what}; it never ran out"
+    if replay["fits"]:  # what lay between the blocks before the trace is not known, and the replay has no gaps there
+        return f"{what}; both would have fitted, so the run may have failed for what came before the trace"
     return f"{what}; with them it would {'' if replay['fits_expandable'] else 'not '}have fitted"

@@ -37,7 +37,12 @@ def table(title: str, head: Sequence[str], rows: Sequence[Cells], total: Cells |
 def _cell(value: str | int | None) -> str:
     if value is None:
         return ""
-    return escape(value) if isinstance(value, str) else format_bytes(value)
+    return plain(value) if isinstance(value, str) else format_bytes(value)
+
+
+def plain(text: str) -> str:
+    """Text from a file, without what a terminal or its markup would obey."""
+    return escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
 
 
 def largest(counts: Mapping[str, int], count: int, *, rest: str) -> list[tuple[str, int]]:
@@ -55,5 +60,11 @@ def facts(console: Console, rows: Sequence[tuple[str, str]]) -> None:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, content in rows:
-        grid.add_row(escape(name), escape(content))
+        grid.add_row(plain(name), plain(content))
     console.print(grid)
+
+
+def remarks(console: Console, lines: Sequence[str]) -> None:
+    """Lines under a table."""
+    for line in lines:
+        console.print(f"- {plain(line)}")
